@@ -1,0 +1,1 @@
+"""Prompts from real code, and simulated developers who work on them."""

@@ -1,0 +1,1 @@
+"""Clients of engines. Nothing here imports torch."""

@@ -1,0 +1,1 @@
+"""Workers and the channels that join them."""

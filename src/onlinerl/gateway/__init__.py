@@ -1,0 +1,1 @@
+"""The HTTP interface: completions, feedback, health. One application on both ports."""

@@ -1,0 +1,1 @@
+"""One training run: DataReceiver, ComputeReward, Trainer. Imports torch."""

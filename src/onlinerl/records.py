@@ -1,0 +1,426 @@
+"""All that travels, in the order in which it travels.
+
+    request → Generation → Token… Finish → Interaction → Feedback → Sample → Scored → Batch → Version → Run
+
+Each record is frozen and names who makes it and who eats it. Times are seconds since the epoch on
+the server's clock (`float`); token ids are `int`; log-probabilities are natural logarithms. The
+transition tables of everything that has states stand at the end; the store enforces them.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from enum import StrEnum
+from types import MappingProxyType
+from typing import Any
+
+# ------------------------------------------------------------------------------------ generation
+
+
+@dataclass(frozen=True, slots=True)
+class Generation:
+    """One sequence to sample. Made by the gateway, eaten by an engine.
+
+    >>> Generation(id="cmpl-1", policy="tab", version=0, prompt_ids=(5, 6), max_tokens=16).temperature
+    1.0
+    """
+
+    id: str
+    policy: str
+    version: int
+    prompt_ids: tuple[int, ...]
+    max_tokens: int
+    temperature: float = 1.0
+    """0 is greedy."""
+    top_p: float = 1.0
+    seed: int | None = None
+    stop_ids: tuple[int, ...] = ()
+    """Token ids that end the sequence (the end-of-text tokens); the one sampled is returned too."""
+    top_logprobs: int = 0
+    """How many alternatives to report for each token."""
+
+
+@dataclass(frozen=True, slots=True)
+class Token:
+    """One sampled token. Made by an engine, eaten by the gateway.
+
+    `logprob` is that of the distribution the token was drawn from: after temperature and top-p
+    (the **behaviour** log-probability). For greedy sampling it is that of the untempered softmax.
+    """
+
+    id: int
+    logprob: float
+    version: int
+    top: tuple[tuple[int, float], ...] = ()
+
+
+class FinishReason(StrEnum):
+    """Why a sequence ended."""
+
+    STOP = "stop"
+    """An end-of-text token or a stop string."""
+    LENGTH = "length"
+    """`max_tokens` or the context was used up."""
+    ABORT = "abort"
+    """The client left."""
+    ERROR = "error"
+    """The engine died in mid-stream."""
+
+
+@dataclass(frozen=True, slots=True)
+class Finish:
+    """The end of a sequence. Made by an engine, eaten by the gateway."""
+
+    reason: FinishReason
+
+
+# ---------------------------------------------------------------------------- interaction, feedback
+
+
+class Verdict(StrEnum):
+    """What the user made of an answer, after all its feedback so far."""
+
+    ACCEPTED = "accepted"
+    REJECTED = "rejected"
+    """Dismissed by hand."""
+    TIMEOUT = "timeout"
+    """Shown, and nothing happened until the client's clock ran out."""
+    SILENT = "silent"
+    """The policy chose to show nothing; labelled by the server when it was served."""
+
+
+@dataclass(frozen=True, slots=True)
+class Interaction:
+    """A request and one answer to it, as served: the unit that is rated and learned from.
+
+    Made by the gateway, kept by the store, turned into a `Sample` when it is claimed. A request
+    with `n` > 1 or a list of prompts makes one interaction per choice: same `id`, other `index`.
+
+    >>> one = Interaction.example()
+    >>> one.silent, one.loss_mask()
+    (False, (True, True, True))
+    >>> from dataclasses import replace
+    >>> replace(one, displayed=4).loss_mask()  # the client cut the stream after "retu"
+    (True, False, False)
+    """
+
+    id: str
+    index: int
+    policy: str
+    version: int
+    """Version of the first token."""
+    version_end: int
+    """Version of the last token."""
+    arm: str
+    project: str
+    user: str
+    """Sticky key: `user` of the body, else `x-user-id`, else the API key's name, else ""."""
+    at: float
+    """When the request was received."""
+    finished_at: float
+    prompt: str
+    prompt_ids: tuple[int, ...]
+    completion: str
+    """Text as sent to the client: without special tokens, cut before a stop string."""
+    completion_ids: tuple[int, ...]
+    """Every sampled token, the end-of-text token included."""
+    behavior_logprobs: tuple[float, ...]
+    offsets: tuple[int, ...]
+    """For each token the length of `completion`, in characters, once that token was out."""
+    temperature: float
+    top_p: float
+    finish: FinishReason
+    language: str = ""
+    """Known at the request: from the file name where a client tells it, else ""."""
+    multiline: bool = False
+    """As asked: False where a stop string forbids a newline."""
+    label: str = ""
+    """`X-Project-ID`: a label only, never a right."""
+    untrainable: str = ""
+    """Why it cannot be learned from; "" means that it can."""
+    displayed: int | None = None
+    """Characters of `completion` that were displayed; None: all, or nobody said."""
+    verdict: Verdict | None = None
+    verdict_source: str = ""
+    """Protocol of the feedback that set the verdict: native, continue, fork, tabby; "server" for silence."""
+    verdict_at: float | None = None
+    score: float | None = None
+    """A client's own number, where it sent one; rewards may use it instead of the verdict."""
+    retained_characters: int | None = None
+    shown_at: float | None = None
+
+    @property
+    def silent(self) -> bool:
+        """True when the policy chose to end before any text."""
+        return self.completion == "" and self.finish is FinishReason.STOP
+
+    def loss_mask(self) -> tuple[bool, ...]:
+        """True for each token that the user could judge.
+
+        A token counts when it began before the end of the displayed text. End-of-text tokens and
+        tokens of a stop string count only when the whole answer was displayed: only then did the
+        user see the answer end there.
+        """
+        if self.displayed is None or self.displayed >= len(self.completion):
+            return (True,) * len(self.completion_ids)
+        starts = (0, *self.offsets[:-1])
+        return tuple(start < self.displayed for start in starts)
+
+    @staticmethod
+    def example() -> Interaction:
+        """A small one, for tests and documentation."""
+        return Interaction(
+            id="cmpl-0001",
+            index=0,
+            policy="tab",
+            version=0,
+            version_end=0,
+            arm="live",
+            project="default",
+            user="u1",
+            at=1000.0,
+            finished_at=1000.2,
+            prompt="<|fim_prefix|>def f(x):\n    <|fim_suffix|>\n<|fim_middle|>",
+            prompt_ids=(8184, 40, 8186, 41, 8185),
+            completion="return x",
+            completion_ids=(400, 88, 8183),
+            behavior_logprobs=(-0.7, -1.1, -0.2),
+            offsets=(6, 8, 8),
+            temperature=1.0,
+            top_p=1.0,
+            finish=FinishReason.STOP,
+            language="python",
+        )
+
+
+class Event(StrEnum):
+    """What a client reports."""
+
+    SHOWN = "shown"
+    ACCEPTED = "accepted"
+    REJECTED = "rejected"
+    IGNORED = "ignored"
+    """Shown, then the client's clock ran out: becomes the verdict `timeout`."""
+    EDITED = "edited"
+    """Accepted, then changed by hand: an accept, with the text that stayed."""
+    RETAINED = "retained"
+    """How much of an accepted text is still there later."""
+
+
+class FeedbackStatus(StrEnum):
+    """What became of a piece of feedback. Every piece has a row and one of these."""
+
+    MATCHED = "matched"
+    """Joined to an interaction and taken into account."""
+    DUPLICATE = "duplicate"
+    """Says again what is known."""
+    LATE = "late"
+    """Joined, but the interaction was already trained on, or its window is over."""
+    SUPERSEDED = "superseded"
+    """Contradicted by a stronger verdict: an accept beats a reject of the same answer."""
+    UNMATCHED = "unmatched"
+    """No interaction found (yet): kept, and joined if the interaction arrives after it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Feedback:
+    """One report by a client about one answer. Made by the gateway, joined and kept by the store.
+
+    `id` and `index` name the interaction where the client knows it; otherwise the texts find it.
+    """
+
+    source: str
+    """native, continue, fork or tabby."""
+    event: Event
+    at: float
+    """Receive time on the server: clients' clocks are never used."""
+    project: str
+    id: str | None = None
+    index: int = 0
+    user: str = ""
+    prompt: str | None = None
+    prefix: str | None = None
+    suffix: str | None = None
+    displayed_text: str | None = None
+    accepted_text: str | None = None
+    retained_characters: int | None = None
+    score: float | None = None
+    client_id: str | None = None
+    """The client's own id of the completion (Continue's `completionId`): ties its events together."""
+    cached: bool = False
+    """The client says that it showed this from its own cache."""
+    payload: Mapping[str, Any] = field(default_factory=lambda: MappingProxyType({}))
+    """The event as received, unknown fields included."""
+
+
+def text_hash(text: str) -> str:
+    """The digest by which prompts and suffixes are found again (SHA-256, 32 hex digits)."""
+    return hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()[:32]
+
+
+# ---------------------------------------------------------------------------------------- learning
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """A labelled interaction, claimed by a run. Made by the store's `claim`, eaten by ComputeReward."""
+
+    id: str
+    index: int
+    policy: str
+    version: int
+    project: str
+    user: str
+    at: float
+    prompt_ids: tuple[int, ...]
+    completion_ids: tuple[int, ...]
+    behavior_logprobs: tuple[float, ...]
+    loss_mask: tuple[bool, ...]
+    temperature: float
+    top_p: float
+    language: str
+    multiline: bool
+    verdict: Verdict
+    verdict_source: str
+    completion: str = ""
+    score: float | None = None
+    retained_characters: int | None = None
+
+    @property
+    def silent(self) -> bool:
+        """True when nothing was shown."""
+        return self.verdict is Verdict.SILENT
+
+
+@dataclass(frozen=True, slots=True)
+class Scored:
+    """A sample with its reward. Made by ComputeReward, eaten by the Trainer."""
+
+    sample: Sample
+    reward: float
+    parts: Mapping[str, float] = field(default_factory=lambda: MappingProxyType({}))
+    """Reward by source (verdict, retention, …); they add up to `reward`."""
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """The samples of one optimiser step's worth of data. Made and eaten by the Trainer."""
+
+    number: int
+    """Counts from 1 within a run; the store's claims carry it."""
+    samples: tuple[Scored, ...]
+
+
+# -------------------------------------------------------------------------------- versions and runs
+
+
+class VersionState(StrEnum):
+    """Where a version stands; see VERSION_TRANSITIONS."""
+
+    CANDIDATE = "candidate"
+    CANARY = "canary"
+    LIVE = "live"
+    RETIRED = "retired"
+    REJECTED = "rejected"
+
+
+@dataclass(frozen=True, slots=True)
+class Version:
+    """An immutable set of weights of one policy. Made by a run (or, as 0, from the base model).
+
+    Its files and their digests are in the manifest (`weights.directory`), its state in the store.
+    """
+
+    policy: str
+    id: int
+    """Counts from 0, the base model, within a policy."""
+    state: VersionState
+    parent: int | None
+    run: int | None
+    created_at: float
+    url: str
+    """Where its folder is."""
+    digest: str
+    """SHA-256 of its manifest."""
+    metrics: Mapping[str, float] = field(default_factory=lambda: MappingProxyType({}))
+    live_at: float | None = None
+    """When it last went live."""
+
+    @property
+    def name(self) -> str:
+        """As clients see it, `tab@3`."""
+        return f"{self.policy}@{self.id}"
+
+
+class RunState(StrEnum):
+    """Where a run stands; see RUN_TRANSITIONS."""
+
+    PENDING = "pending"
+    RUNNING = "running"
+    PAUSED = "paused"
+    FINISHED = "finished"
+    STOPPED = "stopped"
+    FAILED = "failed"
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """One training run. Made by `train`, the trigger or the controller; kept by the store."""
+
+    policy: str
+    id: int
+    state: RunState
+    parent: int
+    """The version it starts from."""
+    created_at: float
+    heartbeat_at: float
+    host: str = ""
+    pid: int = 0
+    step: int = 0
+    """Optimiser batches done, as of the last checkpoint."""
+    tau: float = 0.0
+    """The reward's threshold, set at the start and held."""
+    wish: str = ""
+    """What somebody asked of it: "", "stop" or "pause"."""
+    message: str = ""
+    """Why it ended, in words."""
+
+
+VERSION_TRANSITIONS: Mapping[VersionState, frozenset[VersionState]] = MappingProxyType(
+    {
+        VersionState.CANDIDATE: frozenset({VersionState.CANARY, VersionState.LIVE, VersionState.REJECTED}),
+        VersionState.CANARY: frozenset({VersionState.LIVE, VersionState.REJECTED}),
+        VersionState.LIVE: frozenset({VersionState.RETIRED}),
+        VersionState.RETIRED: frozenset({VersionState.LIVE}),
+        VersionState.REJECTED: frozenset(),
+    }
+)
+
+RUN_TRANSITIONS: Mapping[RunState, frozenset[RunState]] = MappingProxyType(
+    {
+        RunState.PENDING: frozenset({RunState.RUNNING, RunState.STOPPED, RunState.FAILED}),
+        RunState.RUNNING: frozenset({RunState.PAUSED, RunState.FINISHED, RunState.STOPPED, RunState.FAILED}),
+        RunState.PAUSED: frozenset({RunState.RUNNING, RunState.STOPPED, RunState.FAILED}),
+        RunState.FINISHED: frozenset(),
+        RunState.STOPPED: frozenset(),
+        RunState.FAILED: frozenset(),
+    }
+)
+
+EVENT_VERDICTS: Mapping[Event, Verdict] = MappingProxyType(
+    {
+        Event.ACCEPTED: Verdict.ACCEPTED,
+        Event.EDITED: Verdict.ACCEPTED,
+        Event.REJECTED: Verdict.REJECTED,
+        Event.IGNORED: Verdict.TIMEOUT,
+    }
+)
+"""The verdict that an event carries; `shown` and `retained` carry none."""
+
+VERDICT_STRENGTH: Mapping[Verdict, int] = MappingProxyType(
+    {Verdict.SILENT: 0, Verdict.TIMEOUT: 1, Verdict.REJECTED: 2, Verdict.ACCEPTED: 3}
+)
+"""A stronger verdict replaces a weaker one of the same answer, never the other way round: the text
+ended up in the file, whatever the client's clock said before."""

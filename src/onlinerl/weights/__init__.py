@@ -1,0 +1,1 @@
+"""Immutable version folders."""
