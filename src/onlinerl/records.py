@@ -138,8 +138,6 @@ class Interaction:
     """As asked: False where a stop string forbids a newline."""
     label: str = ""
     """`X-Project-ID`: a label only, never a right."""
-    suffix_hash: str = ""
-    """`text_hash` of the text after the cursor where the prompt is fill-in-the-middle, else ""."""
     untrainable: str = ""
     """Why it cannot be learned from; "" means that it can."""
     displayed: int | None = None
@@ -152,6 +150,8 @@ class Interaction:
     """A client's own number, where it sent one; rewards may use it instead of the verdict."""
     retained_characters: int | None = None
     shown_at: float | None = None
+    suffix_hash: str = ""
+    """`text_hash` of the text after the cursor, where the request has one; joins find it by this."""
 
     @property
     def silent(self) -> bool:
