@@ -349,6 +349,8 @@ class Version:
     metrics: Mapping[str, float] = field(default_factory=lambda: MappingProxyType({}))
     live_at: float | None = None
     """When it last went live."""
+    step: int = 0
+    """Batches of its run that went into it; a version of a run has at least one, others have 0."""
 
     @property
     def name(self) -> str:
@@ -380,6 +382,8 @@ class Run:
     heartbeat_at: float
     host: str = ""
     pid: int = 0
+    pid_started: str = ""
+    """When that process was started, in the kernel's words: tells it from a later one with its pid."""
     step: int = 0
     """Optimiser batches done, as of the last checkpoint."""
     tau: float = 0.0
