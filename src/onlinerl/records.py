@@ -351,6 +351,8 @@ class Version:
     """When it last went live."""
     step: int = 0
     """Batches of its run that went into it; a version of a run has at least one, others have 0."""
+    collected_at: float | None = None
+    """When gc took its files: it cannot be served or verified any more."""
 
     @property
     def name(self) -> str:
