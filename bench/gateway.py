@@ -28,7 +28,6 @@ from typing import Any
 import aiohttp
 import uvicorn
 import uvloop
-
 from tests.doubles import DoubleEngine
 from tests.gateways import ids_of, running, says
 
@@ -40,7 +39,7 @@ STOPS = ["<|fim_prefix|>", "<|fim_suffix|>", "<|endoftext|>", "/src/", "#- codin
 
 
 async def serve_gateway(home: Path) -> None:
-    """A real gateway over the double and a store on disk; prints its address, ends with its standard input."""
+    """A real gateway over the double and a store on disk; prints its address, ends with its input."""
     async with running(home) as gateway:
         gateway.engine.script = ANSWER
         print(gateway.url, flush=True)
