@@ -77,9 +77,7 @@ class Channel(Generic[Item]):
         after `timeout` seconds, TypeError for an item of another type.
         """
         if self._type is not None and not isinstance(item, self._type):
-            raise TypeError(
-                f"channel {self.name!r} carries {self._type.__name__}, not {type(item).__name__}"
-            )
+            raise TypeError(f"channel {self.name!r} carries {self._type.__name__}, not {type(item).__name__}")
         with self._changed:
             free = self._changed.wait_for(
                 lambda: self._ended() or len(self._items) < self.capacity, timeout=timeout
