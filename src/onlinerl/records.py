@@ -289,6 +289,8 @@ class Sample:
     completion: str = ""
     score: float | None = None
     retained_characters: int | None = None
+    batch: int = 0
+    """Number of the batch for which the run claimed it; 0: not claimed (the held-back share)."""
 
     @property
     def silent(self) -> bool:
