@@ -340,3 +340,43 @@ def _explain(error: ValidationError) -> str:
         else:
             lines.append(f"{where}: {fault['msg']} (got {fault['input']!r})"[:400])
     return "; ".join(lines)
+
+
+def reference() -> str:
+    """The settings as Markdown: `docs/settings.md` is this text, and a test compares them."""
+    parts = [
+        "# Settings",
+        "",
+        "Written by `make docs` from `config.py`; edit there. A file (`-c FILE`) is YAML; overrides after it",
+        "are dotted, `policies.tab.train.lr=2e-6`, and win over the file. Unknown names are refused.",
+        "Each policy has a branch of its own under `policies`; without a file there is one, named `tab`.",
+    ]
+    queue: list[tuple[str, type[Node]]] = [("", Settings)]
+    while queue:
+        path, node = queue.pop(0)
+        intro = " ".join((node.__doc__ or "").split())
+        parts += [
+            "",
+            f"## {path or 'top'}",
+            "",
+            intro,
+            "",
+            "| setting | default | what it does |",
+            "|---|---|---|",
+        ]
+        for name, item in node.model_fields.items():
+            where = f"{path}.{name}" if path else name
+            if name == "policies":
+                queue.append(("policies.NAME", Policy))
+                default = "one policy, `tab`"
+            elif isinstance(item.default, Node):
+                queue.append((where, type(item.default)))
+                default = f"[below](#{where.replace('.', '').lower()})"
+            else:
+                shown = str(item.default) if isinstance(item.default, Path) else item.default
+                default = f"`{yaml.safe_dump(shown, default_flow_style=True).splitlines()[0]}`"
+                if isinstance(shown, tuple):
+                    default = f"`{list(shown)}`"
+            text = " ".join((item.description or "").split()).replace("|", "\\|")
+            parts.append(f"| `{where}` | {default} | {text} |")
+    return "\n".join(parts) + "\n"
