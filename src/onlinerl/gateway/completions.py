@@ -225,7 +225,7 @@ class _Answering(Response):
         except StoreError as error:
             log.error("an interaction could not be kept", id=self._ask.id, error=str(error))
 
-    def _headers(self) -> dict[str, str]:
+    def _onlinerl_headers(self) -> dict[str, str]:
         return {
             "x-onlinerl-version": str(self._ask.route.version),
             "x-onlinerl-arm": self._ask.route.arm,
@@ -269,7 +269,7 @@ class _Whole(_Answering):
             "usage": self._usage(),
             "system_fingerprint": self._ask.route.fingerprint,
         }
-        await JSONReply(body, headers=self._headers())(scope, receive, send)
+        await JSONReply(body, headers=self._onlinerl_headers())(scope, receive, send)
 
 
 class _Stream(_Answering):
@@ -337,7 +337,7 @@ class _Stream(_Answering):
                 "content-type": "text/event-stream; charset=utf-8",
                 "cache-control": "no-cache",
                 "x-accel-buffering": "no",
-                **self._headers(),
+                **self._onlinerl_headers(),
             }
             raw = [(name.encode("latin-1"), value.encode("latin-1")) for name, value in headers.items()]
             await send({"type": "http.response.start", "status": 200, "headers": raw})

@@ -188,11 +188,22 @@ class FeedbackRoutes:
         )
         return joins.find(feedback, same, near, self._parse)
 
-    def _candidates(self, connection: Connection, feedback: Feedback, **hashes: str) -> list[Interaction]:
+    def _candidates(
+        self,
+        connection: Connection,
+        feedback: Feedback,
+        *,
+        prompt_hash: str | None = None,
+        suffix_hash: str | None = None,
+    ) -> list[Interaction]:
         windows = {name: one.settings.joins.window for name, one in self._services.by_name.items()}
         longest = max(windows.values())
         found = interactions.candidates(
-            connection, project=feedback.project, since=feedback.at - longest, **hashes
+            connection,
+            project=feedback.project,
+            since=feedback.at - longest,
+            prompt_hash=prompt_hash,
+            suffix_hash=suffix_hash,
         )
         return [one for one in found if one.at >= feedback.at - windows.get(one.policy, longest)]
 
