@@ -184,9 +184,7 @@ async def running(
         url = f"http://127.0.0.1:{listening.getsockname()[1]}"
         try:
             async with httpx.AsyncClient(base_url=url, timeout=20) as client:
-                yield Gateway(
-                    url, app, engine, database, writer, settings, live, client, ensured
-                )
+                yield Gateway(url, app, engine, database, writer, settings, live, client, ensured)
         finally:
             server.should_exit = True
             await serving

@@ -413,5 +413,3 @@ def test_stops_never_show_a_part_of_a_stop_string_wherever_the_text_is_cut() -> 
 def test_the_first_complete_stop_string_wins() -> None:
     finder = Stops(("abc", "b"))
     assert finder.feed("xabc") == "xa"
-
-

@@ -289,6 +289,8 @@ class Sample:
     completion: str = ""
     score: float | None = None
     retained_characters: int | None = None
+    batch: int = 0
+    """Number of the batch for which the run claimed it; 0: not claimed (the held-back share)."""
 
     @property
     def silent(self) -> bool:
@@ -351,6 +353,8 @@ class Version:
     """When it last went live."""
     step: int = 0
     """Batches of its run that went into it; a version of a run has at least one, others have 0."""
+    collected_at: float | None = None
+    """When gc took its files: it cannot be served or verified any more."""
 
     @property
     def name(self) -> str:

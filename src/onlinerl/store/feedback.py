@@ -151,13 +151,13 @@ def displayed_characters(completion: str, displayed_text: str | None) -> int | N
 
 
 def _target(c: Connection, id: str, index: int, project: str) -> Row[Any] | None:
-    i = interactions.c
-    query = (
-        sa.select(
-            i.seq, i.policy, i.version, i.at, i.completion, i.untrainable, i.displayed, i.verdict, i.score,
-            i.retained_characters, i.shown_at, i.use,
-        ).where(i.id == id, i.index == index, i.project == project)
+    names = (
+        "seq", "policy", "version", "at", "completion", "untrainable", "displayed", "verdict",
+        "retained_characters", "shown_at", "use",
     )  # fmt: skip
+    query = sa.select(*[interactions.c[name] for name in names]).where(
+        interactions.c.id == id, interactions.c.index == index, interactions.c.project == project
+    )
     row: Row[Any] | None = c.execute(query).first()
     return row
 

@@ -397,4 +397,5 @@ def _version(row: Row[Any]) -> Version:
         metrics=json.loads(row.metrics),
         live_at=row.live_at,
         step=row.step,
+        collected_at=row.collected_at,
     )
