@@ -152,6 +152,8 @@ class Interaction:
     """A client's own number, where it sent one; rewards may use it instead of the verdict."""
     retained_characters: int | None = None
     shown_at: float | None = None
+    suffix_hash: str = ""
+    """`text_hash` of the text after the cursor, where the request has one; joins find it by this."""
 
     @property
     def silent(self) -> bool:
@@ -349,6 +351,10 @@ class Version:
     metrics: Mapping[str, float] = field(default_factory=lambda: MappingProxyType({}))
     live_at: float | None = None
     """When it last went live."""
+    step: int = 0
+    """Batches of its run that went into it; a version of a run has at least one, others have 0."""
+    collected_at: float | None = None
+    """When gc took its files: it cannot be served or verified any more."""
 
     @property
     def name(self) -> str:
@@ -380,6 +386,8 @@ class Run:
     heartbeat_at: float
     host: str = ""
     pid: int = 0
+    pid_started: str = ""
+    """When that process was started, in the kernel's words: tells it from a later one with its pid."""
     step: int = 0
     """Optimiser batches done, as of the last checkpoint."""
     tau: float = 0.0

@@ -1,0 +1,236 @@
+"""Training runs: one at a time for a policy, held by a lease, resumed after a crash.
+
+The process that trains owns its run by (host, pid). It must say that it lives (`heartbeat`) before LEASE is
+over; then, or when its process is gone from this host, the next `start` gets the same run back. Whoever
+lost a run is told by RunBusy at its next heartbeat and must not write anything more.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import sqlalchemy as sa
+from sqlalchemy.engine import Connection, Row
+
+from onlinerl.errors import Conflict, NotFound, RunBusy, SettingsError
+from onlinerl.records import RUN_TRANSITIONS, Run, RunState
+from onlinerl.store import versions
+from onlinerl.store.schema import runs as table
+
+LEASE = 15.0
+"""Seconds after its last heartbeat in which nobody else may take a run."""
+_UNFINISHED = tuple(state.value for state, following in RUN_TRANSITIONS.items() if following)
+_WISHES = ("", "stop", "pause")
+
+
+def start(
+    c: Connection,
+    *,
+    policy: str,
+    host: str,
+    pid: int,
+    settings: str,
+    tau_of: Callable[[Connection], float],
+    now: float,
+) -> tuple[Run, bool]:
+    """Begin a run from the live version, or take over a crashed one: (run, whether it is resumed).
+
+    A resumed run keeps its parent and its τ. A crashed run that was told to stop is closed, and a new one
+    begins. Raises RunBusy naming a run that lives, NotFound when the policy has no live version.
+    """
+    row = _active_row(c, policy)
+    if row is not None:
+        if alive(_run(row), now):
+            raise RunBusy(
+                f"run {row.id} of {policy} is {row.state} "
+                f"(process {row.pid} on {row.host}, step {row.step}): wait for it or stop it first"
+            )
+        if row.wish != "stop":
+            _set(c, row.id, host=host, pid=pid, pid_started=_started(host, pid), heartbeat_at=now,
+                 state=RunState.RUNNING.value)  # fmt: skip
+            return get(c, policy, row.id), True
+        _close(c, row, RunState.STOPPED, "told to stop; its process had died")
+    result = c.execute(
+        table.insert().values(
+            policy=policy,
+            state=RunState.RUNNING.value,
+            parent=versions.live(c, policy).id,
+            created_at=now,
+            heartbeat_at=now,
+            host=host,
+            pid=pid,
+            pid_started=_started(host, pid),
+            step=0,
+            tau=tau_of(c),
+            wish="",
+            message="",
+            settings=settings,
+        )
+    )
+    key = result.inserted_primary_key
+    if key is None:
+        raise AssertionError("the database gave the run no id")
+    return get(c, policy, key[0]), False
+
+
+def heartbeat(c: Connection, run: Run, *, step: int, now: float) -> str:
+    """Say that the run lives and how many batches are done; returns the wish: "", "stop" or "pause".
+
+    Raises RunBusy when another process has taken the run over, or somebody closed it.
+    """
+    _own(c, run)
+    _set(c, run.id, heartbeat_at=now, step=step)
+    return get(c, run.policy, run.id).wish
+
+
+def move(c: Connection, run: Run, to: RunState) -> Run:
+    """Running ⇄ paused, by the process that owns it. Raises RunBusy as `heartbeat` does, Conflict."""
+    row = _own(c, run)
+    _allow(row, to)
+    _set(c, run.id, state=to.value)
+    return get(c, run.policy, run.id)
+
+
+def finish(c: Connection, run: Run, state: RunState, message: str) -> Run:
+    """End a run as finished, stopped or failed; what no surviving version learned from is given back.
+
+    `run` is as it was read: if another process has taken it over since, RunBusy is raised. Register the
+    run's last version first.
+    """
+    row = _own(c, run)
+    _close(c, row, state, message)
+    return get(c, run.policy, run.id)
+
+
+def wish(c: Connection, policy: str, run: int, wish: str) -> Run:
+    """Ask a run to stop or to pause, or ("") take that back. Raises NotFound, Conflict for an ended run."""
+    if wish not in _WISHES:
+        raise SettingsError(f"a run can be asked to 'stop' or 'pause', not {wish!r}")
+    current = get(c, policy, run)
+    if not RUN_TRANSITIONS[current.state]:
+        raise Conflict(f"run {run} of {policy} has ended: it is {current.state}")
+    if current.wish == "stop" and wish != "stop":
+        raise Conflict(f"run {run} of {policy} is stopping")
+    _set(c, run, wish=wish)
+    return get(c, policy, run)
+
+
+def get(c: Connection, policy: str, run: int) -> Run:
+    """One run. Raises NotFound."""
+    row = c.execute(sa.select(table).where(table.c.policy == policy, table.c.id == run)).first()
+    if row is None:
+        raise NotFound(f"the policy {policy} has no run {run}")
+    return _run(row)
+
+
+def settings(c: Connection, run: int) -> str:
+    """The settings that the run was started with, as JSON. Raises NotFound."""
+    text = c.execute(sa.select(table.c.settings).where(table.c.id == run)).scalar()
+    if text is None:
+        raise NotFound(f"there is no run {run}")
+    return str(text)
+
+
+def list_(c: Connection, policy: str | None = None) -> list[Run]:
+    """All runs, or those of one policy, by id."""
+    query = sa.select(table).order_by(table.c.id)
+    if policy is not None:
+        query = query.where(table.c.policy == policy)
+    return [_run(row) for row in c.execute(query)]
+
+
+def active(c: Connection, policy: str) -> Run | None:
+    """The run that has not ended, also when its process died (`alive` tells); None: there is none."""
+    row = _active_row(c, policy)
+    return None if row is None else _run(row)
+
+
+def alive(run: Run, now: float) -> bool:
+    """Whether the run's process lives, as far as can be seen from this host."""
+    if not RUN_TRANSITIONS[run.state] or now - run.heartbeat_at > LEASE:
+        return False
+    if run.host != socket.gethostname():
+        return True  # cannot be seen from here: the lease alone tells
+    started = _started(run.host, run.pid)
+    if started == "gone":
+        return False
+    # A pid is given to another process one day; the time at which it was started tells the two apart.
+    return not (started and run.pid_started and started != run.pid_started)
+
+
+# ------------------------------------------------------------------------------------------- helpers
+
+
+def _active_row(c: Connection, policy: str) -> Row[Any] | None:
+    row: Row[Any] | None = c.execute(
+        sa.select(table).where(table.c.policy == policy, table.c.state.in_(_UNFINISHED))
+    ).first()
+    return row
+
+
+def _own(c: Connection, run: Run) -> Row[Any]:
+    row = _active_row(c, run.policy)
+    if row is None or row.id != run.id:
+        raise RunBusy(f"run {run.id} of {run.policy} was closed by somebody else")
+    if (row.host, row.pid) != (run.host, run.pid):
+        raise RunBusy(f"run {run.id} of {run.policy} was taken over by process {row.pid} on {row.host}")
+    return row
+
+
+def _allow(row: Row[Any], to: RunState) -> None:
+    if to not in RUN_TRANSITIONS[RunState(row.state)]:
+        raise Conflict(f"run {row.id} of {row.policy} is {row.state} and cannot become {to}")
+
+
+def _close(c: Connection, row: Row[Any], state: RunState, message: str) -> None:
+    _allow(row, state)
+    if RUN_TRANSITIONS[state]:
+        raise Conflict(f"{state} is not an end of run {row.id}")
+    _set(c, row.id, state=state.value, message=message)
+    versions.release_unlearned(c, row.id)
+
+
+def _set(c: Connection, run: int, **values: object) -> None:
+    c.execute(table.update().where(table.c.id == run).values(**values))
+
+
+def _started(host: str, pid: int) -> str:
+    """When that process was started, in the kernel's words; "gone" if it is, "" where nobody can tell."""
+    if host != socket.gethostname():
+        return ""
+    if Path("/proc/self/stat").exists():
+        try:
+            # The second field is the program's name in brackets and may hold anything; count behind it.
+            fields = Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()
+        except (FileNotFoundError, ProcessLookupError):
+            return "gone"
+        return "gone" if fields[0] in ("Z", "X") else fields[19]
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return "gone"
+    except PermissionError:
+        pass  # it lives, as another user
+    return ""
+
+
+def _run(row: Row[Any]) -> Run:
+    return Run(
+        policy=row.policy,
+        id=row.id,
+        state=RunState(row.state),
+        parent=row.parent,
+        created_at=row.created_at,
+        heartbeat_at=row.heartbeat_at,
+        host=row.host,
+        pid=row.pid,
+        pid_started=row.pid_started,
+        step=row.step,
+        tau=row.tau,
+        wish=row.wish,
+        message=row.message,
+    )
