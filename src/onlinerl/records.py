@@ -138,8 +138,6 @@ class Interaction:
     """As asked: False where a stop string forbids a newline."""
     label: str = ""
     """`X-Project-ID`: a label only, never a right."""
-    suffix_hash: str = ""
-    """`text_hash` of the text after the cursor where the prompt is fill-in-the-middle, else ""."""
     untrainable: str = ""
     """Why it cannot be learned from; "" means that it can."""
     displayed: int | None = None

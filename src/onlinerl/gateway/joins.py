@@ -1,0 +1,148 @@
+"""Which interaction a piece of feedback means. Pure functions; the store gives the candidates.
+
+By id where the client knows it. Else by what the client saw: the same prompt and the displayed text, or
+(the client's cache, typing through a suggestion) a prompt that was never sent, whose text and completion
+run together into the same line as an earlier prompt and its completion.
+
+A wrong join teaches the wrong thing, a missing one only loses a sample: in doubt nothing is joined.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from onlinerl.records import Feedback, Interaction
+
+Parse = Callable[[Interaction], "tuple[str, str] | None"]
+"""(text before the cursor, text after it) of an interaction's prompt; None where it is no such prompt."""
+
+OVERLAP = 64
+"""Characters that two texts before the cursor must share at least where one of them was cut on the left."""
+
+
+@dataclass(frozen=True, slots=True)
+class Match:
+    """The interaction that was meant."""
+
+    interaction: Interaction
+    displayed: int
+    """Characters of the completion that the client showed."""
+    by: str
+    """`prompt` or `text`."""
+
+    @property
+    def key(self) -> tuple[str, int]:
+        """Name of the interaction."""
+        return self.interaction.id, self.interaction.index
+
+
+def displayed(completion: str, text: str) -> int | None:
+    """How many characters of `completion` the displayed `text` covers; None when it is another text.
+
+    The text may be a beginning (the client cut the stream), and may lack the leading space (Continue).
+
+    >>> displayed("return x", "retu"), displayed(" return x", "return x"), displayed("return x", "x")
+    (4, 9, None)
+    """
+    if not text:
+        return len(completion) if not completion.strip() else None
+    if completion.startswith(text):
+        return len(text)
+    spaces = len(completion) - len(completion.lstrip(" "))
+    if spaces and completion.startswith(text, spaces):
+        return spaces + len(text)
+    return None
+
+
+def by_prompt(feedback: Feedback, candidates: Sequence[Interaction]) -> list[Match]:
+    """Those of the candidates (same prompt) whose completion is what was displayed."""
+    text = feedback.displayed_text
+    if text is None:
+        return []
+    return [
+        Match(one, length, "prompt")
+        for one in candidates
+        if (length := displayed(one.completion, text)) is not None
+    ]
+
+
+def by_text(feedback: Feedback, candidates: Sequence[Interaction], parse: Parse) -> list[Match]:
+    """Those of the candidates (same text after the cursor) that run together into the same text.
+
+    The feedback's prefix P' and text C', the candidate's prefix P and completion C: P' is P and the
+    beginning of C (all of it typed through, none of it in a cache hit), and C' follows in C.
+    """
+    prefix, text = feedback.prefix, feedback.displayed_text
+    if prefix is None or not text:
+        return []
+    matches = []
+    for one in candidates:
+        parts = parse(one)
+        if parts is None or (feedback.suffix is not None and parts[1] != feedback.suffix):
+            continue
+        length = _continued(parts[0], one.completion, prefix, text)
+        if length is not None:
+            matches.append(Match(one, length, "text"))
+    return matches
+
+
+def _continued(prefix: str, completion: str, later: str, text: str) -> int | None:
+    """Characters of `completion` typed or displayed; None when `later` + `text` do not continue it."""
+    place = completion.find(text)
+    while place >= 0:
+        for typed in (place, place - 1) if completion[place - 1 : place] == " " else (place,):
+            # `typed` may end before a leading space that the client strips
+            if _same_end(prefix + completion[:typed], later):
+                return place + len(text)
+        place = completion.find(text, place + 1)
+    return None
+
+
+def _same_end(one: str, other: str) -> bool:
+    """Equal, or one is the other's end, long enough to be sure (clients cut prompts on the left)."""
+    if len(one) == len(other):
+        return one == other
+    longer, shorter = (one, other) if len(one) > len(other) else (other, one)
+    return len(shorter) >= OVERLAP and longer.endswith(shorter)
+
+
+def find(
+    feedback: Feedback,
+    same: Sequence[Interaction],
+    near: Callable[[], Sequence[Interaction]],
+    parse: Parse,
+) -> Match | None:
+    """The interaction that is meant, or None where that is not certain.
+
+    same: candidates with the feedback's very prompt; near: those with its text after the cursor, asked for
+    only when `same` does not settle it.
+
+    Where the feedback's user is among those who asked, only that user's answers count. Where not (a client
+    may name users in requests and not in feedback), all that fits must be of one user.
+    """
+    matches = by_prompt(feedback, same)
+    own = [match for match in matches if feedback.user and match.interaction.user == feedback.user]
+    if own:
+        return min(own, key=_order)
+    others = near()
+    told = {match.key for match in matches}
+    matches += [match for match in by_text(feedback, others, parse) if match.key not in told]
+    if feedback.user and any(one.user == feedback.user for one in (*same, *others)):
+        # Somebody else's answer to the same prompt fits, but this user asked too, and got another one.
+        matches = [match for match in matches if match.interaction.user == feedback.user]
+    elif len({match.interaction.user for match in matches}) > 1:
+        return None
+    return min(matches, key=_order, default=None)
+
+
+def _order(match: Match) -> tuple[bool, bool, bool, float, int]:
+    """First those without a verdict, then those with the same prompt, displayed whole, the newest."""
+    one = match.interaction
+    return (
+        one.verdict is not None,
+        match.by != "prompt",
+        match.displayed < len(one.completion),
+        -one.at,
+        one.index,
+    )

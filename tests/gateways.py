@@ -1,0 +1,192 @@
+"""A gateway over test doubles of the engine and the real store, served by a real uvicorn on a free port."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import socket
+from collections.abc import AsyncGenerator, AsyncIterator, Iterable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import httpx
+import uvicorn
+from fastapi import FastAPI
+
+from onlinerl.config import Settings
+from onlinerl.errors import EngineUnavailable
+from onlinerl.gateway import templates
+from onlinerl.gateway.app import create_app
+from onlinerl.gateway.codec import Codec
+from onlinerl.gateway.service import Service
+from onlinerl.records import Finish, Generation, Interaction, Token, Version, VersionState
+from onlinerl.store import interactions, versions
+from onlinerl.store.database import Database, Writer
+from tests.doubles import DoubleEngine
+
+MODEL = Path(__file__).parents[1] / "src/onlinerl/models/fim-27m"
+CODEC = Codec.open(MODEL)
+ADMIN_KEY = "test-admin-key"
+
+
+@dataclass
+class SinglePool:
+    """A pool of one engine."""
+
+    engine: DoubleEngine
+
+    def generate(self, request: Generation) -> AsyncGenerator[Token | Finish, None]:
+        return self.engine.generate(request)
+
+    def servable(self) -> frozenset[int]:
+        return frozenset() if self.engine.down else frozenset(self.engine.versions)
+
+
+@dataclass
+class Gateway:
+    """A running one, and what it stands on."""
+
+    url: str
+    app: FastAPI
+    engine: DoubleEngine
+    database: Database
+    writer: Writer
+    settings: Settings
+    live: dict[str, int | None]
+    client: httpx.AsyncClient
+    ensured: list[int] = field(default_factory=list)
+
+    def interactions(self, id: str, count: int = 1) -> list[Interaction]:
+        with self.database.read() as c:
+            found = [interactions.get(c, id, index) for index in range(count)]
+        assert all(found)
+        return [one for one in found if one is not None]
+
+    def last(self) -> Interaction | None:
+        """The newest interaction."""
+        with self.database.read() as c:
+            found = interactions.candidates(c, project="default", since=0, limit=1)
+        return found[0] if found else None
+
+    def feedback_rows(self) -> list[dict[str, object]]:
+        with self.database.read() as c:
+            return [
+                dict(row._mapping) for row in c.exec_driver_sql("SELECT * FROM feedback ORDER BY seq").all()
+            ]
+
+    async def complete(self, prompt: object = "def f(x):\n", **fields: object) -> httpx.Response:
+        headers = fields.pop("headers", None)
+        return await self.client.post(
+            "/v1/completions",
+            json={"model": "tab", "prompt": prompt, **fields},
+            headers=headers,  # type: ignore[arg-type]
+        )
+
+
+def ids_of(text: str) -> list[int]:
+    return CODEC.encode(text)
+
+
+def says(*texts: str) -> object:
+    """A script whose answer is the token ids of `texts`."""
+    ids = [id for text in texts for id in ids_of(text)]
+
+    def script(prompt_ids: Sequence[int], version: int) -> Sequence[int]:
+        return ids
+
+    return script
+
+
+@contextlib.asynccontextmanager
+async def running(
+    home: Path,
+    *overrides: str,
+    versions_: Iterable[int] = (0,),
+    policies: Sequence[str] = ("tab",),
+    codec: Codec = CODEC,
+) -> AsyncIterator[Gateway]:
+    tree = {"home": str(home), "policies": {name: {} for name in policies}}
+    settings = Settings.model_validate(tree)
+    for override in overrides:
+        name, _, value = override.partition("=")
+        if name == "body_limit":
+            server = settings.server.model_copy(update={"body_limit": int(value)})
+            settings = settings.model_copy(update={"server": server})
+        elif name == "alias":
+            policy = settings.policies["tab"].model_copy(update={"aliases": (value,)})
+            settings = settings.model_copy(update={"policies": {**settings.policies, "tab": policy}})
+    database = Database.open(settings.database_url)
+    with database.write() as c:
+        for name in policies:
+            for id in versions_:
+                versions.register(
+                    c,
+                    Version(
+                        policy=name,
+                        id=id,
+                        state=VersionState.CANDIDATE,
+                        parent=None if id == 0 else 0,
+                        run=None,
+                        created_at=1.0 + id,
+                        url=f"file:///nowhere/{name}/{id}",
+                        digest="0" * 64,
+                    ),
+                )
+            versions.promote(c, name, 0, actor="test")
+    engine = DoubleEngine()
+    pool = SinglePool(engine)
+    live: dict[str, int | None] = dict.fromkeys(policies, 0)
+    ensured: list[int] = []
+
+    async def ensure(version: int) -> None:
+        if engine.down:
+            raise EngineUnavailable("nothing is reachable")
+        ensured.append(version)
+        engine.versions.add(version)
+
+    def service(name: str) -> Service:
+        def exists(version: int) -> bool:
+            with database.read() as c:
+                return versions.find(c, name, version) is not None
+
+        return Service(
+            name=name,
+            settings=settings.policies[name],
+            codec=codec,
+            template=templates.find(codec.tokenizer.token_to_id),
+            pool=pool,
+            live=lambda: live[name],
+            ensure=ensure,
+            exists=exists,
+        )
+
+    async def replicas() -> list[dict[str, object]]:
+        return [{"policy": "tab", "name": engine.name, "versions": sorted(engine.versions)}]
+
+    writer = Writer(database)
+    await writer.start()
+    app = create_app(
+        {name: service(name) for name in policies},
+        writer,
+        database,
+        settings,
+        admin_key=ADMIN_KEY,
+        replicas=replicas,
+    )
+    with socket.socket() as listening:
+        listening.bind(("127.0.0.1", 0))
+        listening.listen(256)
+        config = uvicorn.Config(app, log_level="warning", lifespan="off", timeout_graceful_shutdown=5)
+        server = uvicorn.Server(config)
+        serving = asyncio.create_task(server.serve([listening]))
+        while not server.started:
+            await asyncio.sleep(0.01)
+        url = f"http://127.0.0.1:{listening.getsockname()[1]}"
+        try:
+            async with httpx.AsyncClient(base_url=url, timeout=20) as client:
+                yield Gateway(url, app, engine, database, writer, settings, live, client, ensured)
+        finally:
+            server.should_exit = True
+            await serving
+            await writer.close()
+            database.close()
