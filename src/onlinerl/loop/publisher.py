@@ -16,13 +16,7 @@ from onlinerl import config
 from onlinerl.engines.base import Engine
 from onlinerl.engines.pool import Pool
 from onlinerl.errors import Conflict, EngineError, EngineUnavailable, NotFound, StoreError, WeightsError
-from onlinerl.observe import (
-    LIVE_VERSION,
-    LOAD_FAILURES,
-    PUBLISH_ACTIVATE_SECONDS,
-    PUBLISH_STAGE_SECONDS,
-    get_logger,
-)
+from onlinerl.observe import LIVE_VERSION, LOAD_FAILURES, PUBLISH, logger
 from onlinerl.records import Version, VersionState
 from onlinerl.store import versions as store
 from onlinerl.store.database import Database
@@ -41,7 +35,7 @@ PIN_REST = 10.0
 ENSURE_TIMEOUT = 60.0
 """Seconds that a request for a pinned version waits for its weights."""
 
-log = get_logger(__name__)
+log = logger(component="publisher")
 
 
 class Publisher:
@@ -207,7 +201,7 @@ class Publisher:
         seconds = max(0.0, time.time() - version.live_at) if version.live_at is not None else 0.0
         LIVE_VERSION.labels(self.policy).set(version.id)
         if before is not None:
-            PUBLISH_ACTIVATE_SECONDS.labels(self.policy).observe(seconds)
+            PUBLISH.labels(self.policy, "activate").observe(seconds)
         log.info("live", policy=self.policy, version=version.id, before=before, seconds=round(seconds, 3))
 
     def _ready(self, version: int) -> bool:
@@ -346,7 +340,7 @@ class Publisher:
             return
         self._failed.pop((engine.name, version.id), None)
         seconds = time.monotonic() - started
-        PUBLISH_STAGE_SECONDS.labels(self.policy).observe(seconds)
+        PUBLISH.labels(self.policy, "stage").observe(seconds)
         log.info(
             "loaded", policy=self.policy, engine=engine.name, version=version.id, seconds=round(seconds, 3)
         )

@@ -12,7 +12,7 @@ from onlinerl import config
 from onlinerl.config import Settings
 from onlinerl.errors import RunError, StoreError
 from onlinerl.loop import run as launcher
-from onlinerl.observe import RUNS_STARTED, get_logger
+from onlinerl.observe import RUNNING, RUNS, logger
 from onlinerl.records import Run, RunState
 from onlinerl.store import interactions, runs
 from onlinerl.store.database import Database
@@ -23,7 +23,7 @@ FIRST_DELAY = 1.0
 """Seconds before the first restart; doubled each time, up to LONGEST_DELAY."""
 LONGEST_DELAY = 60.0
 
-log = get_logger(__name__)
+log = logger(component="trigger")
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,19 +50,17 @@ def drift(recent: Window, before: Window) -> float:
 
 
 def due(waiting: int, recent: Window, before: Window, settings: config.Trigger) -> str | None:
-    """Why a run should start now, in words; None: it should not.
+    """Why a run should start now, "feedback" or "drift"; None: it should not.
 
     `waiting` counts the samples that a run could claim. Drift needs both windows full.
     """
     if not waiting:
         return None
     if settings.feedback is not None and waiting >= settings.feedback:
-        return f"{waiting} trainable verdicts wait ({settings.feedback} wanted)"
-    if settings.drift is not None and min(recent.verdicts, before.verdicts) >= settings.window:
-        z = drift(recent, before)
-        if abs(z) >= settings.drift:
-            was, now = (w.accepted / w.verdicts for w in (before, recent))
-            return f"the accept rate moved from {was:.3f} to {now:.3f} (z {z:+.1f})"
+        return "feedback"
+    full = min(recent.verdicts, before.verdicts) >= settings.window
+    if settings.drift is not None and full and abs(drift(recent, before)) >= settings.drift:
+        return "drift"
     return None
 
 
@@ -108,6 +106,7 @@ class Trigger:
             windows = interactions.accept_window(c, policy=self.policy, window=self._trigger.window)
         if code is not None:
             self._ended(code, counts.waiting, now)
+        RUNNING.labels(self.policy).set(active is not None)
         if active is not None:
             if not runs.alive(active, now):
                 self._restart(active, now)
@@ -116,7 +115,7 @@ class Trigger:
         if reason is None or now < self._not_before:
             return
         self._waiting_at_start = counts.waiting
-        self._launch(reason, follow=self._trigger.follow)
+        self._launch(reason, waiting=counts.waiting)
 
     def _ended(self, code: int, waiting: int, now: float) -> None:
         # A run that fails, or that leaves all the feedback where it was, must not be started every second.
@@ -143,12 +142,12 @@ class Trigger:
             return
         self._restarts += 1
         self._not_before = now + _delay(self._restarts)
-        self._launch(f"run {dead.id} died at step {dead.step}", follow=self._trigger.follow)
+        self._launch("crash", run=dead.id, step=dead.step)
 
-    def _launch(self, reason: str, *, follow: bool) -> None:
-        self._child = launcher.start(self._settings, self.policy, follow=follow)
-        RUNS_STARTED.labels(self.policy).inc()
-        log.info("run started", policy=self.policy, reason=reason, pid=self._child.pid)
+    def _launch(self, reason: str, **details: int) -> None:
+        self._child = launcher.start(self._settings, self.policy, follow=self._trigger.follow)
+        RUNS.labels(self.policy, reason).inc()
+        log.info("run started", policy=self.policy, reason=reason, pid=self._child.pid, **details)
 
     def _finish(self, run: Run, state: RunState, message: str) -> None:
         with self._database.write() as c:
