@@ -70,6 +70,8 @@ OWN = (
 )
 """What a demo leaves in its home, and the only things that the next one removes."""
 TASTE = "line"
+QWEN = "Qwen2.5-Coder-1.5B"
+"""As Continue must call its model, so that it uses the Qwen template."""
 CHARACTERS = 320
 """Prefix and suffix together: about 90 tokens, so that two cores manage the traffic and the training."""
 SPEED = 20.0
@@ -336,11 +338,14 @@ class _Demo:
     async def _traffic(self, server: Server, requests: int, advance: Callable[[], None]) -> None:
         """Let the developers make `requests` requests in all."""
         few = requests * 3 // 20
-        native, other = Client(POLICY, temperature=1.0), Client("Qwen2.5-Coder-1.5B", temperature=1.0)
+        clients = {
+            name: Client(model, temperature=1.0, key=name)
+            for name, model in (("native", POLICY), ("continue", QWEN), ("fork", QWEN))
+        }
         shares: list[tuple[Wire, str, int, int]] = [
-            (Native(native), "native", 8, requests - 2 * few),
-            (Continue(other), "continue", 2, few),
-            (Fork(other), "fork", 2, few),
+            (Native(clients["native"]), "native", 8, requests - 2 * few),
+            (Continue(clients["continue"]), "continue", 2, few),
+            (Fork(clients["fork"]), "fork", 2, few),
         ]
 
         def watch(outcome: Outcome) -> None:
