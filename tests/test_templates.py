@@ -16,8 +16,10 @@ texts = st.text(max_size=60).filter(lambda text: not any(marker.strip() in text 
 
 @pytest.mark.parametrize("template", TEMPLATES, ids=lambda one: one.name)
 def test_found_by_the_tokens_a_model_has(template: Template) -> None:
-    vocabulary = {marker: place for place, marker in enumerate(template.markers)}
-    assert templates.find(vocabulary.get) is template
+    vocabulary: dict[str, int] = {marker: place for place, marker in enumerate(template.markers)}
+    assert (
+        templates.find(lambda token: place if (place := vocabulary.get(token, -1)) >= 0 else None) is template
+    )
 
 
 def test_none_without_all_markers() -> None:
