@@ -146,13 +146,27 @@ def migrate(connection: Connection, revision: str = "head") -> None:
 
 
 def _engine(url: sa.URL, *, begin: str, read_only: bool) -> sa.Engine:
-    engine = sa.create_engine(url, connect_args={"timeout": BUSY}, pool_size=8, max_overflow=64)
+    engine = sa.create_engine(
+        url,
+        connect_args={"timeout": BUSY},
+        pool_size=8,
+        max_overflow=64,
+        hide_parameters=True,  # they are people's code, and an exception's text ends in logs
+    )
 
     @sa.event.listens_for(engine, "connect")
     def _connect(connection: sqlite3.Connection, _record: Any) -> None:
         connection.isolation_level = None  # transactions begin where SQLAlchemy says so, and as we say below
-        for pragma in ("synchronous=FULL", "foreign_keys=ON", f"query_only={'ON' if read_only else 'OFF'}"):
-            connection.execute(f"PRAGMA {pragma}").close()
+        try:
+            for pragma in (
+                "synchronous=FULL",
+                "foreign_keys=ON",
+                f"query_only={'ON' if read_only else 'OFF'}",
+            ):
+                connection.execute(f"PRAGMA {pragma}").close()
+        except sqlite3.Error:
+            connection.close()  # the pool does not know it yet
+            raise
 
     @sa.event.listens_for(engine, "begin")
     def _begin(connection: Connection) -> None:
@@ -169,11 +183,12 @@ def _explained(url: sa.URL) -> Iterator[None]:
     except IntegrityError:
         raise
     except DBAPIError as error:
-        raise StoreError(_sentence(error, url)) from error
+        raise StoreError(_sentence(str(error.orig), url)) from error
+    except sqlite3.Error as error:  # while a connection is made, nobody has wrapped it yet
+        raise StoreError(_sentence(str(error), url)) from error
 
 
-def _sentence(error: DBAPIError, url: sa.URL) -> str:
-    text = str(error.orig)
+def _sentence(text: str, url: sa.URL) -> str:
     where = url.database
     if "disk is full" in text or "disk I/O error" in text:
         return f"the disk of {where} is full or failing ({text}): make room, nothing was written"
