@@ -61,7 +61,12 @@ def with_settings(verb: Callable[..., Any]) -> Callable[..., Any]:
     """Gives the verb `settings` as its first argument, from -c, --home and the dotted overrides."""
 
     @click.option(
-        "-c", "--config", "file", type=click.Path(path_type=Path), metavar="FILE", help="Settings file (YAML)."
+        "-c",
+        "--config",
+        "file",
+        type=click.Path(path_type=Path),
+        metavar="FILE",
+        help="Settings file (YAML).",
     )
     @click.option(
         "--home",
@@ -254,6 +259,7 @@ def describe(version: Version) -> dict[str, Any]:
         "run": version.run,
         "created_at": iso(version.created_at),
         "live_at": iso(version.live_at),
+        "collected_at": iso(version.collected_at),
         "url": version.url,
         "digest": version.digest,
         "metrics": dict(version.metrics),
@@ -304,14 +310,18 @@ def promote_version(settings: Settings, version: int, policy: str | None, as_jso
     name = chosen(settings, policy)
     with kept(settings) as database:
         with database.read() as c:
-            directory.verify(store.get(c, name, version).url)
+            asked = store.get(c, name, version)
+        if asked.collected_at is None:  # else promote says why not
+            directory.verify(asked.url, asked.digest)
         with database.write() as c:
             live = store.promote(c, name, version, actor=ACTOR)
     print_json(describe(live)) if as_json else click.echo(f"{live.name} is live")
 
 
 @versions.command("rollback")
-@click.option("--to", type=int, metavar="ID", help="A retired version [default: the one that was live before].")
+@click.option(
+    "--to", type=int, metavar="ID", help="A retired version [default: the one that was live before]."
+)
 @policy_option
 @json_option
 @with_settings
@@ -338,13 +348,13 @@ def verify_versions(settings: Settings, version: int | None, policy: str | None,
 
     with kept(settings) as database, database.read() as c:
         if version is None:
-            found = list(store.list_(c, policy))
+            found = [one for one in store.list_(c, policy) if one.collected_at is None]
         else:
             found = [store.get(c, chosen(settings, policy), version)]
     results = []
     for one in found:
         try:
-            directory.verify(one.url)
+            directory.verify(one.url, one.digest)
         except WeightsError as error:
             results.append({"policy": one.policy, "id": one.id, "intact": False, "fault": str(error)})
         else:
@@ -373,9 +383,14 @@ def collect_versions(settings: Settings, dry_run: bool, policy: str | None, as_j
     removed = []
     with kept(settings) as database:
         for name in [chosen(settings, policy)] if policy else list(settings.policies):
-            with database.read() as c:
-                keep = store.keep(c, name)
-            for one in directory.collect(settings.weights_url, name, keep, dry_run=dry_run):
+            if dry_run:
+                with database.read() as c:
+                    keep = store.keep(c, name)
+                    rest = {version.id for version in store.list_(c, name)} - keep
+            else:
+                with database.write() as c:
+                    keep, rest = store.collect(c, name)
+            for one in directory.gc(settings.weights_url, name, keep, registered=rest, dry_run=dry_run):
                 removed.append({"policy": name, "folder": one.folder, "bytes": one.bytes})
     if as_json:
         print_json(removed)
@@ -439,7 +454,7 @@ def list_replicas(settings: Settings, as_json: bool) -> None:
 @click.option("--temperature", type=float, help="Sent with each request [default: the client's own].")
 @json_option
 def simulate(code: Path | None, as_json: bool, **options: Any) -> None:
-    """N simulated developers at work over HTTP: requests, reading, accepts, rejects, timeouts, cancellations."""
+    """N simulated developers at work over HTTP: they ask, read, accept, reject, wait too long, cancel."""
     from rich.console import Console
 
     from onlinerl.datasets import simulate as people
@@ -474,3 +489,7 @@ def dataset(code: Path | None, out: Path, split: Any, limit: int, seed: int, as_
         return
     skipped = ", ".join(f"{number} {why}" for why, number in sorted(found.skipped.items())) or "none"
     click.echo(f"{count} prompts from {found.files} files in {out}; files left out: {skipped}")
+
+
+if __name__ == "__main__":
+    main()

@@ -18,7 +18,7 @@ import socket
 import sys
 import tempfile
 import time
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -31,7 +31,7 @@ from onlinerl import config
 from onlinerl.config import Settings
 from onlinerl.engines.embedded import EmbeddedEngine
 from onlinerl.engines.pool import Pool
-from onlinerl.errors import EngineError, OnlineRLError, PortTaken, SettingsError
+from onlinerl.errors import EngineError, NotFound, OnlineRLError, PortTaken, SettingsError
 from onlinerl.gateway.app import create_app
 from onlinerl.gateway.codec import Codec
 from onlinerl.gateway.service import Service
@@ -166,7 +166,7 @@ def socket_folder() -> Iterator[Path]:
 
 
 class Supervisor:
-    """Keeps one replica process running: starts it, asks how it is, kills it when it is mute, starts it again."""
+    """Keeps one replica process running: starts it, asks how it is, kills it when mute, starts it again."""
 
     def __init__(
         self,
@@ -210,7 +210,7 @@ class Supervisor:
     async def _live(self) -> int:
         """One process, from its start to its end; its exit code."""
         self.socket.unlink(missing_ok=True)
-        with open(self.log, "ab") as output:
+        with self.log.open("ab") as output:
             process = await asyncio.create_subprocess_exec(
                 sys.executable,
                 *("-m", "onlinerl.replica", "--socket", str(self.socket), "--policy", self.policy),
@@ -301,7 +301,9 @@ class Server:
                 await self.failure
             if time.monotonic() > deadline:
                 logs = ", ".join(str(replica.log) for replica in self.replicas)
-                raise EngineError(f"no engine serves after {limit:.0f} s; the replicas' logs tell why: {logs}")
+                raise EngineError(
+                    f"no engine serves after {limit:.0f} s; the replicas' logs tell why: {logs}"
+                )
             await asyncio.sleep(0.02)
 
 
@@ -319,8 +321,8 @@ async def running(settings: Settings) -> AsyncIterator[Server]:
         database = Database.open(settings.database_url)
         stack.callback(database.close)
         key, key_is_new = admin_key(settings.home)
-        for policy in settings.policies:
-            await asyncio.to_thread(base.ensure, settings, policy, database)
+        for name in settings.policies:
+            await asyncio.to_thread(base.ensure, settings, name, database)
         folder = stack.enter_context(socket_folder())
         logs = settings.home / "logs"
         logs.mkdir(exist_ok=True)
@@ -358,7 +360,14 @@ async def running(settings: Settings) -> AsyncIterator[Server]:
 
         web = _Uvicorn(
             uvicorn.Config(
-                create_app(services, writer, database, settings),
+                create_app(
+                    services,
+                    writer,
+                    database,
+                    settings,
+                    admin_key=key,
+                    replicas=lambda: describe_replicas(supervisors),
+                ),
                 http="httptools",
                 ws="none",
                 log_config=None,
@@ -414,7 +423,9 @@ def _url(listening: socket.socket) -> str:
     return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
 
-def _service(name: str, policy: config.Policy, database: Database, pool: Pool, publisher: Publisher) -> Service:
+def _service(
+    name: str, policy: config.Policy, database: Database, pool: Pool, publisher: Publisher
+) -> Service:
     with database.read() as c:
         folder = Path(versions.get(c, name, 0).url)
     codec = Codec.open(folder)
@@ -492,7 +503,8 @@ async def _serve(settings: Settings) -> None:
         stopping = asyncio.create_task(stop.wait())
         ready = asyncio.create_task(_say_ready(server))
         try:
-            await asyncio.wait({stopping, server.failure}, return_when=asyncio.FIRST_COMPLETED)
+            ends: set[asyncio.Future[Any]] = {stopping, server.failure}
+            await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
             if server.failure.done():
                 await server.failure
             print("stopping: open requests may finish, Ctrl-C again cuts them", flush=True)
@@ -527,29 +539,39 @@ async def _say_ready(server: Server) -> None:
     sys.stdout.flush()
 
 
+async def describe_replicas(supervisors: Sequence[Supervisor]) -> list[dict[str, Any]]:
+    """What each replica says of itself; one that does not answer is `down`."""
+    return [await _describe(one.name, one.policy, one.engine) for one in supervisors]
+
+
 async def ask_replicas(settings: Settings) -> list[dict[str, Any]]:
-    """What each replica of the server of `home` says of itself; a mute one is `down`."""
+    """The same, asked by another process. Raises NotFound when no server runs on the home."""
     presence = read_presence(settings.home)
     if presence is None or not _held(settings.home):
-        raise OnlineRLError(f"no `onlinerl serve` runs on {settings.home}")
+        raise NotFound(f"no `onlinerl serve` runs on {settings.home}")
     found = []
     for one in presence["replicas"]:
         engine = EmbeddedEngine(one["name"], Path(one["socket"]))
         try:
-            status = await engine.status()
-        except EngineError:
-            answer = {"state": "down", "versions": [], "running": 0, "waiting": 0}
-        else:
-            answer = {
-                "state": "up",
-                "versions": sorted(status.versions),
-                "running": status.running,
-                "waiting": status.waiting,
-            }
+            found.append(await _describe(one["name"], one["policy"], engine))
         finally:
             await engine.close()
-        found.append({"name": one["name"], "policy": one["policy"], **answer})
     return found
+
+
+async def _describe(name: str, policy: str, engine: EmbeddedEngine) -> dict[str, Any]:
+    try:
+        status = await engine.status()
+    except EngineError:
+        return {"name": name, "policy": policy, "state": "down", "versions": [], "running": 0, "waiting": 0}
+    return {
+        "name": name,
+        "policy": policy,
+        "state": "up",
+        "versions": sorted(status.versions),
+        "running": status.running,
+        "waiting": status.waiting,
+    }
 
 
 def _held(home: Path) -> bool:

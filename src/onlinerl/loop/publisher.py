@@ -10,11 +10,10 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 
 from onlinerl import config
-from onlinerl.engines.base import Engine
-from onlinerl.engines.pool import Pool
+from onlinerl.engines.pool import Member, Pool
 from onlinerl.errors import Conflict, EngineError, EngineUnavailable, NotFound, StoreError, WeightsError
 from onlinerl.observe import LIVE_VERSION, LOAD_FAILURES, PUBLISH, logger
 from onlinerl.records import Version, VersionState
@@ -49,11 +48,11 @@ class Publisher:
         self._database = database
         self._pool = pool
         self._versions: Mapping[int, Version] = {}
-        self._held: dict[str, frozenset[int]] = {}
-        """What each reachable engine holds, as last heard."""
+        self._previous: int | None = None
+        """What a rollback would bring back."""
+        self._mark: tuple[int, int] | None = None
         self._first_held: dict[int, float] = {}
         self._failed: dict[tuple[str, int], float] = {}
-        self._verified: set[int] = set()
         self._broken: dict[int, str] = {}
         self._pins: dict[int, float] = {}
         self._wake: dict[str, asyncio.Event] = {}
@@ -71,11 +70,7 @@ class Publisher:
     @property
     def ready(self) -> bool:
         """Whether a request would find an engine now."""
-        return self.live is not None and self.live in self.servable()
-
-    def servable(self) -> frozenset[int]:
-        """Versions that at least one reachable engine holds."""
-        return frozenset().union(*self._held.values())
+        return self.live is not None and self.live in self._pool.servable()
 
     async def ensure(self, version: int) -> None:
         """Return once some engine holds `version`, which a request pins.
@@ -84,11 +79,10 @@ class Publisher:
         EngineUnavailable when no engine could take it in time.
         """
         now = time.monotonic()
-        if version not in self.servable():
+        if version not in self._pool.servable():
             if not self.exists(version):
                 raise NotFound(f"the policy {self.policy} has no version {version}", code="model_not_found")
-            if version in self._broken:
-                raise Conflict(f"version {version} of {self.policy} cannot be served: {self._broken[version]}")
+            self._refuse_broken(version)
             recent = [pin for pin, used in self._pins.items() if pin != version and now - used < PIN_REST]
             if len(recent) >= max(1, self._settings.engine.resident - 2):
                 raise EngineUnavailable(
@@ -96,20 +90,33 @@ class Publisher:
                     retry_after=PIN_REST,
                 )
         self._pins[version] = now
-        if version not in self.servable():
+        if version not in self._pool.servable():
             self.wake()
             try:
                 async with asyncio.timeout(ENSURE_TIMEOUT):
                     await self._until_held(version)
             except TimeoutError:
-                raise EngineUnavailable(f"version {version} of {self.policy} could not be loaded in time") from None
+                raise EngineUnavailable(
+                    f"version {version} of {self.policy} could not be loaded in time"
+                ) from None
 
     async def _until_held(self, version: int) -> None:
-        while version not in self.servable():
-            if version in self._broken:
-                raise Conflict(f"version {version} of {self.policy} cannot be served: {self._broken[version]}")
+        while version not in self._pool.servable():
+            self._refuse_broken(version)
             self._changed.clear()
             await self._changed.wait()
+
+    def _refuse_broken(self, version: int) -> None:
+        fault = self._fault(version)
+        if fault is not None:
+            raise Conflict(f"version {version} of {self.policy} cannot be served: {fault}")
+
+    def _fault(self, id: int) -> str | None:
+        """Why no engine can ever load that version; None: nothing is known against it."""
+        version = self._versions.get(id)
+        if version is not None and version.collected_at is not None:
+            return "its files were collected by gc"
+        return self._broken.get(id)
 
     # --------------------------------------------------------------------------- for the supervisor
 
@@ -121,7 +128,9 @@ class Publisher:
 
     def lost(self, engine: str) -> None:
         """That engine's process is gone: count on nothing that it held."""
-        self._held.pop(engine, None)
+        for member in self._pool.engines:
+            if member.name == engine:
+                member.lost()
         self._decide()
 
     # ------------------------------------------------------------------------------------ the rounds
@@ -138,7 +147,6 @@ class Publisher:
                 engines = {engine.name: engine for engine in self._pool.engines}
                 for name in tending.keys() - engines.keys():
                     tending.pop(name).cancel()
-                    self.lost(name)
                 for name in engines.keys() - tending.keys():
                     tending[name] = asyncio.create_task(self._tend_forever(engines[name]))
                 for task in tending.values():
@@ -169,7 +177,13 @@ class Publisher:
 
     def _read(self) -> None:
         with self._database.read() as c:
+            mark = store.mark(c)
+            if mark == self._mark:
+                return
             self._versions = {version.id: version for version in store.list_(c, self.policy)}
+            previous = store.previous(c, self.policy)
+            self._previous = None if previous is None else previous.id
+            self._mark = mark
 
     def _promote(self, candidate: Version) -> None:
         try:
@@ -182,7 +196,7 @@ class Publisher:
     def _decide(self) -> None:
         """Let new requests choose the version that the store calls live, once the engines hold it."""
         now = time.monotonic()
-        servable = self.servable()
+        servable = self._pool.servable()
         for version in servable:
             self._first_held.setdefault(version, now)
         for version in self._first_held.keys() - servable:
@@ -209,7 +223,8 @@ class Publisher:
         now = time.monotonic()
         if version not in self._first_held:
             return False
-        lacking = [name for name, held in self._held.items() if version not in held]
+        reachable = [member for member in self._pool.engines if member.reachable]
+        lacking = [member.name for member in reachable if version not in member.versions]
         return (
             all((name, version) in self._failed for name in lacking)
             or now - self._first_held[version] > STRAGGLER
@@ -222,10 +237,11 @@ class Publisher:
         return next((version for version in self._succession() if version.id not in self._broken), None)
 
     def _succession(self) -> list[Version]:
-        """The live version, then those that were, the most recent first."""
-        live = [v for v in self._versions.values() if v.state is VersionState.LIVE]
-        retired = [v for v in self._versions.values() if v.state is VersionState.RETIRED]
-        return live + sorted(retired, key=lambda version: version.live_at or 0.0, reverse=True)
+        """The live version, the one that a rollback would bring back, then others that were live."""
+        lived = [v for v in self._versions.values() if v.live_at is not None and v.collected_at is None]
+        lived.sort(key=lambda version: version.live_at or 0.0, reverse=True)
+        lived.sort(key=lambda version: (version.state is not VersionState.LIVE, version.id != self._previous))
+        return lived
 
     def _publishable(self) -> Version | None:
         """The newest candidate, where it may go live by itself.
@@ -262,14 +278,14 @@ class Publisher:
         pins = sorted(self._pins, key=self._pins.__getitem__, reverse=True)
         resting = [pin for pin in pins if now - self._pins[pin] < PIN_REST]
         order += resting + succession[1:2] + pins + succession[2:]
-        unique = [version for version in dict.fromkeys(order) if version not in self._broken]
+        unique = [id for id in dict.fromkeys(order) if self._fault(id) is None]
         room = self._settings.engine.resident
         # A pin in use stays even beyond the room: a request is about to name it.
         return unique[:room] + [pin for pin in unique[room:] if pin in resting]
 
     # -------------------------------------------------------------------------------- one engine
 
-    async def _tend_forever(self, engine: Engine) -> None:
+    async def _tend_forever(self, engine: Member) -> None:
         wake = self._wake[engine.name] = asyncio.Event()
         try:
             while True:
@@ -283,48 +299,41 @@ class Publisher:
         finally:
             self._wake.pop(engine.name, None)
 
-    async def _tend(self, engine: Engine) -> None:
+    async def _tend(self, engine: Member) -> None:
         """Ask what it holds, load what is missing, unload what nobody wants."""
         try:
-            self._hold(engine.name, (await engine.status()).versions)
-            while (version := self._next_load(engine.name)) is not None:
+            await engine.status()
+            self._decide()
+            while (version := self._next_load(engine)) is not None:
                 await self._make_room(engine)
                 await self._load(engine, version)
+                self._decide()
             await self._make_room(engine, spare=0)
         except EngineUnavailable:
             # Its process died, or does not answer: the supervisor's business. Others go on serving.
-            self.lost(engine.name)
+            self._decide()
         except EngineError as error:
             log.warning("engine failed", policy=self.policy, engine=engine.name, error=str(error))
 
-    def _hold(self, name: str, held: Iterable[int]) -> None:
-        self._held[name] = frozenset(held)
-        self._decide()
-
-    def _next_load(self, name: str) -> Version | None:
+    def _next_load(self, engine: Member) -> Version | None:
         now = time.monotonic()
         for version in self._wanted():
-            failed_at = self._failed.get((name, version))
+            failed_at = self._failed.get((engine.name, version))
             rested = failed_at is None or now - failed_at > RETRY
-            if version not in self._held[name] and version in self._versions and rested:
+            if version not in engine.versions and version in self._versions and rested:
                 return self._versions[version]
         return None
 
-    async def _make_room(self, engine: Engine, *, spare: int = 1) -> None:
+    async def _make_room(self, engine: Member, *, spare: int = 1) -> None:
         """Unload unwanted versions until there is room for `spare` more."""
-        held, wanted = self._held[engine.name], self._wanted()
-        unwanted = sorted(held - set(wanted) - {self.live})
-        excess = len(held) + spare - self._settings.engine.resident
+        unwanted = sorted(engine.versions - set(self._wanted()) - {self.live})
+        excess = len(engine.versions) + spare - self._settings.engine.resident
         for version in unwanted[: max(0, excess)]:
             await engine.unload(version)
-            self._hold(engine.name, self._held[engine.name] - {version})
 
-    async def _load(self, engine: Engine, version: Version) -> None:
+    async def _load(self, engine: Member, version: Version) -> None:
         started = time.monotonic()
         try:
-            await self._verify(version)
-            if version.id in self._broken:
-                return
             await engine.load(version)
         except EngineUnavailable:
             raise
@@ -334,9 +343,7 @@ class Publisher:
             log.warning(
                 "load failed", policy=self.policy, engine=engine.name, version=version.id, error=str(error)
             )
-            self._verified.discard(version.id)
-            await self._verify(version)
-            self._decide()
+            await self._examine(version)
             return
         self._failed.pop((engine.name, version.id), None)
         seconds = time.monotonic() - started
@@ -344,23 +351,16 @@ class Publisher:
         log.info(
             "loaded", policy=self.policy, engine=engine.name, version=version.id, seconds=round(seconds, 3)
         )
-        self._hold(engine.name, self._held[engine.name] | {version.id})
 
-    async def _verify(self, version: Version) -> None:
-        """Check the files against their digests, once per process and after each failed load."""
-        if version.id in self._verified:
-            return
+    async def _examine(self, version: Version) -> None:
+        """After a failed load: are the files at fault? Then nobody is asked to load them again."""
         try:
-            await asyncio.to_thread(directory.verify, version.url)
+            await asyncio.to_thread(directory.verify, version.url, version.digest)
         except WeightsError as error:
             self._broken[version.id] = str(error)
-            LOAD_FAILURES.labels(self.policy).inc()
             log.error("weights broken", policy=self.policy, version=version.id, error=str(error))
             if version.state is VersionState.CANDIDATE:
                 await asyncio.to_thread(self._reject, version, str(error))
-            self._decide()
-        else:
-            self._verified.add(version.id)
 
     def _reject(self, version: Version, reason: str) -> None:
         try:

@@ -76,6 +76,8 @@ class Trigger:
         self._not_before = 0.0
         self._failures = 0
         self._waiting_at_start = 0
+        self._drifted_at = 0
+        """Verdicts that there were when drift last started a run."""
         self._crash = (-1, -1)
         """Run and step at which the watched run was last found dead."""
         self._restarts = 0
@@ -111,9 +113,15 @@ class Trigger:
             if not runs.alive(active, now):
                 self._restart(active, now)
             return
-        reason = due(counts.waiting, *(Window(*window) for window in windows), self._trigger)
+        verdicts = counts.accepted + counts.rejected + counts.timeout
+        recent, before = (Window(*window) for window in windows)
+        if verdicts - self._drifted_at < self._trigger.window:
+            before = Window(0, 0)  # that drift has had its run; wait for windows that are new
+        reason = due(counts.waiting, recent, before, self._trigger)
         if reason is None or now < self._not_before:
             return
+        if reason == "drift":
+            self._drifted_at = verdicts
         self._waiting_at_start = counts.waiting
         self._launch(reason, waiting=counts.waiting)
 
@@ -137,7 +145,9 @@ class Trigger:
             return
         if self._restarts >= RESTARTS:
             self._finish(
-                dead, RunState.FAILED, f"its process died {RESTARTS + 1} times at step {dead.step}; see its log"
+                dead,
+                RunState.FAILED,
+                f"its process died {RESTARTS + 1} times at step {dead.step}; see its log",
             )
             return
         self._restarts += 1
