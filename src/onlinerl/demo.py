@@ -47,8 +47,9 @@ from onlinerl.datasets.users import TASTES, Act, Habits, Taste, User, similarity
 from onlinerl.errors import OnlineRLError, RunError, SettingsError
 from onlinerl.loop import run as runs_command
 from onlinerl.observe import configure_logging
+from onlinerl.records import VersionState
 from onlinerl.serve import Server, home_lock, running
-from onlinerl.store import interactions, runs
+from onlinerl.store import interactions, runs, versions
 from onlinerl.store.interactions import VersionCounts
 
 POLICY = "tab"
@@ -76,6 +77,8 @@ CHARACTERS = 320
 """Prefix and suffix together: about 90 tokens, so that two cores manage the traffic and the training."""
 SPEED = 20.0
 """The developers read and pause so many times faster than people do."""
+PATIENCE = 60.0
+"""Seconds that a change of the live version may take before the demo gives up."""
 FEWEST = 20
 """Opportunities below which no interval is given."""
 Z = 1.959964
@@ -314,8 +317,6 @@ class _Demo:
             await self._traffic(server, self.budget.baseline, advance)
         tau = await self._train(server)
         last = self._live(server)
-        if last == 0:
-            raise RunError("the run published no version; its log is in " + str(self.settings.home / "runs"))
         half = self.budget.final // 2
         with self._bar(f"version {last} serves", half) as advance:
             await self._traffic(server, half, advance)
@@ -398,12 +399,18 @@ class _Demo:
                 await asyncio.to_thread(process.wait)
         with server.database.read() as c:
             known = runs.list_(c, POLICY)
-        if process.returncode != 0 or not known:
-            reason = known[-1].message if known else "it did not even begin"
-            raise RunError(f"the training run failed ({reason}); its log is in {self.settings.home / 'runs'}")
-        self.console.print(f"run {known[-1].id}: {known[-1].message or known[-1].state}")
-        await asyncio.sleep(1.0)  # the publisher looks ten times a second; the last version needs loading
-        return known[-1].tau
+            made = [one.id for one in versions.list_(c, POLICY) if one.state is not VersionState.REJECTED]
+        where = self.settings.home / "runs"
+        if not known:
+            raise RunError(f"the training run did not even begin; its output is in {where}")
+        done_by = known[-1]
+        if max(made) == 0:
+            raise RunError(f"the run published no version ({done_by.message}); its log is in {where}")
+        self.console.print(
+            f"run {done_by.id} {done_by.state} after {done_by.step} batches: {done_by.message or 'all done'}"
+        )
+        await self._until(server, lambda live: live == max(made), f"version {max(made)} did not go live")
+        return done_by.tau
 
     async def _switch(self, server: Server, verb: str, *arguments: str) -> None:
         """`onlinerl versions VERB`, as a person would type it; waits until it has taken effect."""
@@ -420,10 +427,9 @@ class _Demo:
         ended = time.perf_counter()
         if process.returncode != 0:
             raise RunError(f"`onlinerl versions {verb}` failed: {output.decode(errors='replace').strip()}")
-        while self._live(server) == before:
-            if time.perf_counter() - ended > 30:
-                raise RunError(f"`onlinerl versions {verb}` did not take effect within 30 s")
-            await asyncio.sleep(0.005)
+        await self._until(
+            server, lambda live: live != before, f"`onlinerl versions {verb}` did not take effect"
+        )
         took = time.perf_counter() - ended
         self.journal.switches[verb] = took
         self.console.print(
@@ -462,6 +468,14 @@ class _Demo:
             if live is not None and (not self.journal.live or self.journal.live[-1][1] != live):
                 self.journal.live.append((time.time(), live))
             await asyncio.sleep(0.02)
+
+    async def _until(self, server: Server, fits: Callable[[int], bool], otherwise: str) -> None:
+        """Wait until the version that new requests get fits."""
+        started = time.perf_counter()
+        while not fits(self._live(server)):
+            if time.perf_counter() - started > PATIENCE:
+                raise RunError(f"{otherwise} within {PATIENCE:.0f} s")
+            await asyncio.sleep(0.005)
 
     def _live(self, server: Server) -> int:
         live = server.publishers[POLICY].live
