@@ -44,7 +44,7 @@ from onlinerl.datasets.simulate import (
     play,
 )
 from onlinerl.datasets.users import TASTES, Act, Habits, Taste, User, similarity
-from onlinerl.errors import OnlineRLError, RunError, SettingsError
+from onlinerl.errors import Conflict, OnlineRLError, RunError, SettingsError
 from onlinerl.loop import run as runs_command
 from onlinerl.observe import configure_logging
 from onlinerl.records import VersionState
@@ -77,6 +77,8 @@ CHARACTERS = 320
 """Prefix and suffix together: about 90 tokens, so that two cores manage the traffic and the training."""
 SPEED = 20.0
 """The developers read and pause so many times faster than people do."""
+WATCH = 0.02
+"""Seconds between two looks at which version new requests get."""
 PATIENCE = 60.0
 """Seconds that a change of the live version may take before the demo gives up."""
 FEWEST = 20
@@ -93,6 +95,8 @@ class Budget:
     """Requests on version 0 before anything is learned."""
     steps: int = 24
     """Batches of the training run."""
+    seconds: float = 400.0
+    """After so long the run is asked to stop, however many batches it has done."""
     final: int = 280
     """Requests on the last version, before and after the roll-back together."""
     rolled_back: int = 40
@@ -181,7 +185,7 @@ class Journal:
     """When the engine began to give new requests which version."""
     reports: list[Report] = field(default_factory=list)
     switches: dict[str, float] = field(default_factory=dict)
-    """Seconds from the command's end to the moment new requests got the other version."""
+    """Seconds from the switch in the store to the moment new requests got the other version."""
 
 
 # ------------------------------------------------------------------------------------- home, settings
@@ -380,11 +384,16 @@ class _Demo:
         process = runs_command.start(self.settings, POLICY, max_steps=self.budget.steps, follow=True)
         try:
             with self._bar("the run learns, batches", self.budget.steps) as advance:
-                done = 0
+                done, started, asked = 0, time.perf_counter(), False
                 while process.poll() is None:
                     with server.database.read() as c:
                         waiting = interactions.counts(c, policy=POLICY).waiting
                         known = runs.list_(c, POLICY)
+                    if known and not asked and time.perf_counter() - started > self.budget.seconds:
+                        asked = True
+                        # It may have ended just now.
+                        with suppress(Conflict), server.database.write() as c:
+                            runs.wish(c, POLICY, known[-1].id, "stop")
                     for _ in range(done, known[-1].step if known else 0):
                         advance()
                         done += 1
@@ -424,17 +433,20 @@ class _Demo:
             env=runs_command.child_environment({}),
         )
         output, _ = await process.communicate()
-        ended = time.perf_counter()
         if process.returncode != 0:
             raise RunError(f"`onlinerl versions {verb}` failed: {output.decode(errors='replace').strip()}")
         await self._until(
             server, lambda live: live != before, f"`onlinerl versions {verb}` did not take effect"
         )
-        took = time.perf_counter() - ended
+        live = self._live(server)
+        with server.database.read() as c:
+            switched = versions.get(c, POLICY, live).live_at or math.nan
+        await asyncio.sleep(2 * WATCH)  # until the watch has seen it, too
+        took = self.journal.live[-1][0] - switched
         self.journal.switches[verb] = took
         self.console.print(
-            f"`onlinerl {' '.join(command[:-2])}`: version {before} → {self._live(server)}, "
-            f"new requests got it {took:.2f} s after the command"
+            f"`onlinerl {' '.join(command[:-2])}`: version {before} → {live}, "
+            f"new requests got it {took:.2f} s after the switch"
         )
 
     async def _examine(self, server: Server, version: int, advance: Callable[[], None]) -> HeldOut:
@@ -467,7 +479,7 @@ class _Demo:
             live = server.publishers[POLICY].live
             if live is not None and (not self.journal.live or self.journal.live[-1][1] != live):
                 self.journal.live.append((time.time(), live))
-            await asyncio.sleep(0.02)
+            await asyncio.sleep(WATCH)
 
     async def _until(self, server: Server, fits: Callable[[int], bool], otherwise: str) -> None:
         """Wait until the version that new requests get fits."""
