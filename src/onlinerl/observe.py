@@ -81,6 +81,9 @@ PUBLISH = Histogram(
     ("policy", "stage"),
     buckets=_SLOW,
 )
+LOAD_FAILURES = Counter(
+    "onlinerl_load_failures", "Versions that an engine failed to load, or whose files are broken.", ("policy",)
+)
 
 # ----------------------------------------------------------------------------------------- runs
 

@@ -79,6 +79,13 @@ def previous(c: Connection, policy: str) -> Version | None:
     return None if row is None else _before(c, row)
 
 
+def mark(c: Connection) -> tuple[int, int]:
+    """Changes whenever a version is registered, changes state, or is collected: cheap to ask often."""
+    changes = c.execute(sa.select(sa.func.max(audit.c.seq))).scalar()
+    collected = c.execute(sa.select(sa.func.count(table.c.collected_at))).scalar()
+    return int(changes or 0), int(collected or 0)
+
+
 def history(c: Connection, policy: str, id: int | None = None) -> list[Change]:
     """Who changed what, when and why, oldest first."""
     query = sa.select(audit).where(audit.c.policy == policy).order_by(audit.c.seq)

@@ -1,0 +1,39 @@
+# `make demo` and `make test` need nothing but Python 3.11 or newer: the first call makes .venv.
+PYTHON ?= python3
+VENV ?= .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest
+
+.PHONY: demo test check test-slow soak bench clean install
+
+demo: $(STAMP)  ## the whole loop on this machine, at most 12 minutes
+	$(BIN)/onlinerl demo
+
+test: check  ## everything but the slow tier, under 15 minutes
+	$(PYTEST)
+
+check: $(STAMP)  ## style, types, and who may import whom
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+test-slow: $(STAMP)  ## at most 45 minutes
+	$(PYTEST) -m slow
+
+soak: $(STAMP)  ## longer than CI allows; run by hand
+	$(PYTEST) -m soak --timeout 0
+
+bench: $(STAMP)  ## measurements, as JSON under bench/results
+	for file in bench/bench_*.py; do $(BIN)/python $$file || exit 1; done
+
+install: $(STAMP)
+
+$(STAMP): pyproject.toml constraints.txt
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[dev]'
+	touch $(STAMP)
+
+clean:
+	rm -rf $(VENV) build dist src/*.egg-info .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis

@@ -1,0 +1,495 @@
+"""The command line: thin verbs. Each loads what it needs when it runs, so that `--help` is quick.
+
+Exit codes: 0 done, 1 failed, 2 wrong usage or settings (also: no room or no permission to keep data).
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from datetime import UTC, datetime
+from functools import wraps
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from onlinerl import __version__
+from onlinerl.config import Settings, load_settings
+from onlinerl.errors import NotFound, OnlineRLError, SettingsError, StoreError
+
+if TYPE_CHECKING:
+    from onlinerl.records import Version
+    from onlinerl.store.database import Database
+
+ACTOR = "cli"
+"""Who the audit says it was."""
+
+
+def main() -> None:
+    """Entry point: every error made on purpose is one sentence on standard error and an exit code."""
+    try:
+        code = cli.main(prog_name="onlinerl", standalone_mode=False)
+    except click.ClickException as error:
+        error.show()
+        sys.exit(error.exit_code)
+    except (click.Abort, KeyboardInterrupt):
+        sys.exit(130)
+    except OnlineRLError as error:
+        click.echo(f"onlinerl: {error}", err=True)
+        sys.exit(2 if isinstance(error, SettingsError | StoreError) else 1)
+    except BrokenPipeError:  # `onlinerl versions list | head`
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        sys.exit(1)
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM):
+            raise
+        where = f" at {error.filename}" if error.filename else ""
+        click.echo(f"onlinerl: {error.strerror}{where}: make room, or choose another --home", err=True)
+        sys.exit(2)
+    sys.exit(code if isinstance(code, int) else 0)
+
+
+# ------------------------------------------------------------------------- options that all verbs share
+
+
+def with_settings(verb: Callable[..., Any]) -> Callable[..., Any]:
+    """Gives the verb `settings` as its first argument, from -c, --home and the dotted overrides."""
+
+    @click.option(
+        "-c",
+        "--config",
+        "file",
+        type=click.Path(path_type=Path),
+        metavar="FILE",
+        help="Settings file (YAML).",
+    )
+    @click.option(
+        "--home",
+        type=click.Path(path_type=Path, file_okay=False),
+        metavar="DIR",
+        help="Folder of the database, the weights, the runs and the logs [default: ./onlinerl-data].",
+    )
+    @click.argument("overrides", nargs=-1, metavar="[SETTING=VALUE]...")
+    @wraps(verb)
+    def run(
+        *arguments: Any, file: Path | None, home: Path | None, overrides: Sequence[str], **options: Any
+    ) -> Any:
+        more = [
+            f"server.{name}={options.pop(name)}"
+            for name in ("host", "port", "feedback_port")
+            if options.get(name) is not None
+        ]
+        for name in ("host", "port", "feedback_port"):
+            options.pop(name, None)
+        settings = load_settings(file, [*overrides, *more], home=home)
+        return verb(settings, *arguments, **options)
+
+    return run
+
+
+policy_option = click.option("--policy", metavar="P", help="The policy; needed where there are several.")
+json_option = click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+
+
+def chosen(settings: Settings, policy: str | None) -> str:
+    """The policy that was named, or the only one."""
+    names = ", ".join(settings.policies)
+    if policy is None:
+        if len(settings.policies) > 1:
+            raise SettingsError(f"there are several policies ({names}): choose one with --policy")
+        return next(iter(settings.policies))
+    if policy not in settings.policies:
+        raise SettingsError(f"there is no policy {policy!r}; the settings name {names}")
+    return policy
+
+
+@contextmanager
+def opened(settings: Settings) -> Iterator[Database]:
+    """The database."""
+    from onlinerl.store.database import Database
+
+    database = Database.open(settings.database_url)
+    try:
+        yield database
+    finally:
+        database.close()
+
+
+def empty(settings: Settings) -> bool:
+    """Whether nothing was ever kept there. Looking must not make files."""
+    return settings.store.url is None and not (settings.home / "onlinerl.db").exists()
+
+
+def iso(seconds: float | None) -> str | None:
+    """ISO 8601, UTC."""
+    if seconds is None:
+        return None
+    return datetime.fromtimestamp(seconds, UTC).isoformat(timespec="milliseconds").replace("+00:00", "Z")
+
+
+def print_json(data: Any) -> None:
+    """On standard output."""
+    click.echo(json.dumps(data, indent=2, ensure_ascii=False))
+
+
+def print_table(columns: Sequence[str], rows: Sequence[Sequence[object]], *, nothing: str) -> None:
+    """A table, or the sentence `nothing` where there are no rows."""
+    from rich import box
+    from rich.console import Console
+    from rich.table import Table
+
+    if not rows:
+        click.echo(nothing)
+        return
+    table = Table(*columns, box=box.SIMPLE_HEAD, pad_edge=False)
+    for row in rows:
+        table.add_row(*("" if cell is None else str(cell) for cell in row))
+    Console().print(table)
+
+
+# -------------------------------------------------------------------------------------------- verbs
+
+
+@click.group(context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100})
+@click.version_option(__version__)
+def cli() -> None:
+    """Online reinforcement learning for a deployed LLM service.
+
+    Every verb takes -c FILE (settings as YAML), --home DIR, and dotted overrides such as
+    policies.tab.train.lr=2e-6, which win over the file.
+    """
+
+
+@cli.command()
+@click.option("--host", help="Address to listen on (server.host).")
+@click.option("--port", type=int, help="Port of the inference API (server.port) [default: 8081].")
+@click.option(
+    "--feedback-port", type=int, help="Port of the feedback API (server.feedback_port) [default: 8082]."
+)
+@with_settings
+def serve(settings: Settings) -> None:
+    """Serve the policies, collect feedback, publish new versions; Ctrl-C ends it."""
+    from onlinerl import serve as server
+
+    server.main(settings)
+
+
+@cli.command()
+@click.option("--socket", type=click.Path(path_type=Path), required=True, help="Unix socket to answer on.")
+@policy_option
+@with_settings
+def replica(settings: Settings, socket: Path, policy: str | None) -> None:
+    """One embedded engine (`serve` starts it). Ends when its standard input does."""
+    from onlinerl.loop import run
+
+    name = chosen(settings, policy)
+    line = [sys.executable, "-m", "onlinerl.replica", "--socket", str(socket), "--policy", name]
+    engine = settings.policies[name].engine.model_dump_json()
+    os.execve(line[0], line, run.child_environment({run.SETTINGS_VARIABLE: engine}))
+
+
+@cli.command()
+@policy_option
+@click.option("--max-steps", type=click.IntRange(min=1), metavar="N", help="End after so many batches.")
+@click.option("--follow", is_flag=True, help="Keep going as feedback arrives.")
+@with_settings
+def train(settings: Settings, policy: str | None, max_steps: int | None, follow: bool) -> None:
+    """One training run on the feedback there is. A run whose process died is carried on."""
+    from onlinerl.loop import base, run
+
+    name = chosen(settings, policy)
+    with opened(settings) as database:
+        base.ensure(settings, name, database)
+    line = run.command(name, max_steps=max_steps, follow=follow)
+    os.execve(line[0], line, run.environment(settings))
+
+
+@cli.command()
+@click.option("--out", type=click.Path(path_type=Path), help="Folder of the table and the plot.")
+@with_settings
+def demo(settings: Settings, out: Path | None) -> None:
+    """Turn the whole ring on this machine with simulated developers; ends in a table and a plot."""
+    from onlinerl import demo as show
+
+    show.run(settings, out)
+
+
+# ------------------------------------------------------------------------------------------ versions
+
+
+@cli.group()
+def versions() -> None:
+    """Look at the versions of a policy, and choose which one is live."""
+
+
+@versions.command("list")
+@policy_option
+@json_option
+@with_settings
+def list_versions(settings: Settings, policy: str | None, as_json: bool) -> None:
+    """All versions, of all policies or of one."""
+    from onlinerl.store import versions as store
+
+    found: list[Version] = []
+    if not empty(settings):
+        with opened(settings) as database, database.read() as c:
+            found = list(store.list_(c, policy))
+    if as_json:
+        print_json([describe(version) for version in found])
+        return
+    rows = [
+        (v.policy, v.id, v.state.value, v.parent, v.run, iso(v.created_at), iso(v.live_at)) for v in found
+    ]
+    columns = ("policy", "id", "state", "parent", "run", "created", "went live")
+    print_table(columns, rows, nothing="no versions yet: `onlinerl serve` makes version 0 from the model")
+
+
+def describe(version: Version) -> dict[str, Any]:
+    """A version as JSON."""
+    return {
+        "policy": version.policy,
+        "id": version.id,
+        "state": version.state.value,
+        "parent": version.parent,
+        "run": version.run,
+        "created_at": iso(version.created_at),
+        "live_at": iso(version.live_at),
+        "collected_at": iso(version.collected_at),
+        "url": version.url,
+        "digest": version.digest,
+        "metrics": dict(version.metrics),
+    }
+
+
+@contextmanager
+def kept(settings: Settings) -> Iterator[Database]:
+    """The database, where there is one already."""
+    if empty(settings):
+        raise NotFound(f"there is no data in {settings.home} yet; start `onlinerl serve`, or choose --home")
+    with opened(settings) as database:
+        yield database
+
+
+@versions.command("show")
+@click.argument("version", type=int)
+@policy_option
+@json_option
+@with_settings
+def show_version(settings: Settings, version: int, policy: str | None, as_json: bool) -> None:
+    """One version: state, lineage, what it learned from, its metrics."""
+    from onlinerl.store import versions as store
+    from onlinerl.weights import directory
+
+    with kept(settings) as database, database.read() as c:
+        found = store.get(c, chosen(settings, policy), version)
+    manifest = directory.read_manifest(found.url)
+    if as_json:
+        print_json({**describe(found), "manifest": manifest.as_json()})
+        return
+    data = {**describe(found), "tensors": len(manifest.tensors)}
+    metrics: Mapping[str, float] = data.pop("metrics")
+    rows = [*data.items(), *((name, f"{value:.6g}") for name, value in metrics.items())]
+    print_table(("", found.name), [row for row in rows if row[1] is not None], nothing="")
+
+
+@versions.command("promote")
+@click.argument("version", type=int)
+@policy_option
+@json_option
+@with_settings
+def promote_version(settings: Settings, version: int, policy: str | None, as_json: bool) -> None:
+    """Make a version live: new requests get it once the engines hold it; running ones keep theirs."""
+    from onlinerl.store import versions as store
+    from onlinerl.weights import directory
+
+    name = chosen(settings, policy)
+    with kept(settings) as database:
+        with database.read() as c:
+            asked = store.get(c, name, version)
+        if asked.collected_at is None:  # else promote says why not
+            directory.verify(asked.url, asked.digest)
+        with database.write() as c:
+            live = store.promote(c, name, version, actor=ACTOR)
+    print_json(describe(live)) if as_json else click.echo(f"{live.name} is live")
+
+
+@versions.command("rollback")
+@click.option(
+    "--to", type=int, metavar="ID", help="A retired version [default: the one that was live before]."
+)
+@policy_option
+@json_option
+@with_settings
+def rollback_version(settings: Settings, to: int | None, policy: str | None, as_json: bool) -> None:
+    """Go back to the version that was live before; new requests get it in under a second."""
+    from onlinerl.store import versions as store
+
+    name = chosen(settings, policy)
+    with kept(settings) as database, database.write() as c:
+        live = store.rollback(c, name, to=to, actor=ACTOR)
+    print_json(describe(live)) if as_json else click.echo(f"{live.name} is live again")
+
+
+@versions.command("verify")
+@click.argument("version", type=int, required=False)
+@policy_option
+@json_option
+@with_settings
+def verify_versions(settings: Settings, version: int | None, policy: str | None, as_json: bool) -> int:
+    """Recompute every SHA-256 of a version, or of all; exits with 1 when one is broken."""
+    from onlinerl.errors import WeightsError
+    from onlinerl.store import versions as store
+    from onlinerl.weights import directory
+
+    with kept(settings) as database, database.read() as c:
+        if version is None:
+            found = [one for one in store.list_(c, policy) if one.collected_at is None]
+        else:
+            found = [store.get(c, chosen(settings, policy), version)]
+    results = []
+    for one in found:
+        try:
+            directory.verify(one.url, one.digest)
+        except WeightsError as error:
+            results.append({"policy": one.policy, "id": one.id, "intact": False, "fault": str(error)})
+        else:
+            results.append({"policy": one.policy, "id": one.id, "intact": True, "fault": ""})
+    if as_json:
+        print_json(results)
+    else:
+        rows = [(f"{r['policy']}@{r['id']}", r["fault"] or "intact") for r in results]
+        print_table(("version", "result"), rows, nothing="no versions")
+    return 0 if all(result["intact"] for result in results) else 1
+
+
+@versions.command("gc")
+@click.option("--dry-run", is_flag=True, help="Only say what would go.")
+@policy_option
+@json_option
+@with_settings
+def collect_versions(settings: Settings, dry_run: bool, policy: str | None, as_json: bool) -> None:
+    """Delete the weights that nothing needs any more; their rows and manifests' digests stay.
+
+    The live version, the one before it, candidates and what a run works on are kept.
+    """
+    from onlinerl.store import versions as store
+    from onlinerl.weights import directory
+
+    removed = []
+    with kept(settings) as database:
+        for name in [chosen(settings, policy)] if policy else list(settings.policies):
+            if dry_run:
+                with database.read() as c:
+                    keep = store.keep(c, name)
+                    rest = {version.id for version in store.list_(c, name)} - keep
+            else:
+                with database.write() as c:
+                    keep, rest = store.collect(c, name)
+            for one in directory.gc(settings.weights_url, name, keep, registered=rest, dry_run=dry_run):
+                removed.append({"policy": name, "folder": one.folder, "bytes": one.bytes})
+    if as_json:
+        print_json(removed)
+        return
+    rows = [(r["policy"], r["folder"], f"{r['bytes']:,}") for r in removed]
+    print_table(("policy", "folder", "bytes"), rows, nothing="nothing to delete")
+
+
+# ------------------------------------------------------------------------------------------ replicas
+
+
+@cli.group()
+def replicas() -> None:
+    """Look at the engines of a running `serve`."""
+
+
+@replicas.command("list")
+@json_option
+@with_settings
+def list_replicas(settings: Settings, as_json: bool) -> None:
+    """Each replica: whether it answers, the versions it holds, what it is doing."""
+    import asyncio
+
+    from onlinerl import serve as server
+
+    found = asyncio.run(server.ask_replicas(settings))
+    if as_json:
+        print_json(found)
+        return
+    columns = ("replica", "policy", "state", "versions", "running", "waiting")
+    rows = [(r["name"], r["policy"], r["state"], r["versions"], r["running"], r["waiting"]) for r in found]
+    print_table(columns, rows, nothing="no replicas")
+
+
+# ------------------------------------------------------------------------------- people, and their code
+
+
+@cli.command()
+@click.option("--url", required=True, metavar="U", help="The inference API, such as http://127.0.0.1:8081.")
+@click.option("--feedback-url", metavar="U", help="The feedback API [default: the same].")
+@click.option(
+    "--protocol",
+    type=click.Choice(["native", "continue", "fork"]),
+    default="native",
+    show_default=True,
+    help="Whose wire form is spoken.",
+)
+@click.option("--users", type=click.IntRange(min=1), default=4, show_default=True, metavar="N")
+@click.option("--requests", type=click.IntRange(min=1), default=100, show_default=True, metavar="N")
+@click.option(
+    "--code",
+    type=click.Path(path_type=Path),
+    metavar="DIR",
+    help="Python files that they work on [default: held-out packages of the standard library].",
+)
+@click.option("--seed", type=int, default=0, show_default=True)
+@click.option("--taste", default="lenient", show_default=True, help="What they accept.")
+@click.option("--speed", type=float, default=1.0, show_default=True, help="Divides their reading times.")
+@click.option("--model", help="The model that they ask for.")
+@click.option("--max-tokens", type=click.IntRange(min=1), default=24, show_default=True)
+@click.option("--temperature", type=float, help="Sent with each request [default: the client's own].")
+@json_option
+def simulate(code: Path | None, as_json: bool, **options: Any) -> None:
+    """N simulated developers at work over HTTP: they ask, read, accept, reject, wait too long, cancel."""
+    from rich.console import Console
+
+    from onlinerl.datasets import simulate as people
+
+    report = people.run(code=code, progress=not as_json, **options)
+    if as_json:
+        print_json(report.as_json())
+    else:
+        Console().print(report.table())
+
+
+@cli.command()
+@click.option(
+    "--code",
+    type=click.Path(path_type=Path),
+    metavar="DIR",
+    help="Folder of Python files [default: held-out packages of the standard library].",
+)
+@click.option("--out", type=click.Path(path_type=Path), required=True, metavar="FILE.jsonl")
+@click.option("--split", type=click.Choice(["all", "train", "test"]), default="all", show_default=True)
+@click.option("--limit", type=click.IntRange(min=1), default=1000, show_default=True, metavar="N")
+@click.option("--seed", type=int, default=0, show_default=True)
+@json_option
+def dataset(code: Path | None, out: Path, split: Any, limit: int, seed: int, as_json: bool) -> None:
+    """Fill-in-the-middle prompts from any folder of Python code, one JSON object a line."""
+    from onlinerl.datasets import fim
+
+    found = fim.collect(code, split=split, limit=limit, seed=seed, progress=not as_json)
+    count = fim.write(out, found.prompts)
+    if as_json:
+        print_json({"prompts": count, "files": found.files, "skipped": dict(found.skipped)})
+        return
+    skipped = ", ".join(f"{number} {why}" for why, number in sorted(found.skipped.items())) or "none"
+    click.echo(f"{count} prompts from {found.files} files in {out}; files left out: {skipped}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,368 @@
+"""Fill-in-the-middle prompts from any folder of Python, and their files.
+
+A prompt is made by putting the cursor where a person would put it in a real file and hiding what
+stands there: the rest of a line, a whole line, or a few lines. Without a folder the source is this
+interpreter's standard library, restricted to the packages that the base model never saw.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import random
+import re
+import sysconfig
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from enum import StrEnum
+from pathlib import Path
+from types import MappingProxyType
+from typing import Literal
+
+from rich.console import Console
+from rich.progress import track
+
+from onlinerl.errors import SettingsError
+
+Split = Literal["train", "test", "all"]
+
+HELD_OUT = frozenset(
+    (
+        "asyncio",
+        "email",
+        "json",
+        "http",
+        "logging",
+        "unittest",
+        "concurrent",
+        "multiprocessing",
+        "importlib",
+        "argparse",
+        "dataclasses",
+        "statistics",
+        "zipfile",
+        "tarfile",
+        "mailbox",
+        "smtplib",
+        "configparser",
+        "csv",
+        "heapq",
+        "textwrap",
+        "shutil",
+        "subprocess",
+        "pathlib",
+        "urllib",
+        "collections",
+        "xml",
+        "sqlite3",
+        "wsgiref",
+        "curses",
+    )
+)
+"""Standard-library packages that the embedded model was not trained on (its model card)."""
+
+LARGEST_FILE = 400_000
+"""Bytes; larger files are tables or bundles, not what people type."""
+LONGEST_LINE = 1_000
+"""Characters; files with longer lines are minified or data."""
+GENERATED = re.compile(
+    r"do not edit|auto-?generated|generated (?:by|from|automatically)|@generated", re.IGNORECASE
+)
+MARKERS = re.compile(r"<\|(?:fim_|endoftext|repo_name|file_sep|im_start|im_end)")
+"""A file that holds the prompt's own markers would change the prompt's meaning."""
+LONGEST_MIDDLE = 400
+# The cursor stands before a non-space character and after an opening, a separator, an operator or a space.
+_CURSOR = re.compile(r"(?<=[(\[{.,=:+\-*/ ])(?=\S)")
+
+
+class Kind(StrEnum):
+    """What is hidden behind the cursor."""
+
+    REST = "rest"
+    """The rest of a line that was begun."""
+    LINE = "line"
+    """A whole line after its indentation."""
+    LINES = "lines"
+    """Two to four lines."""
+
+
+@dataclass(frozen=True, slots=True)
+class FimPrompt:
+    """A place in a file and what stands there. Made here, eaten by simulated users and judges.
+
+    >>> one = FimPrompt.example()
+    >>> one.prefix + one.middle + one.suffix
+    'def twice(x):\\n    return 2 * x\\n'
+    """
+
+    prefix: str
+    suffix: str
+    middle: str
+    """What the author wrote there."""
+    path: str = ""
+    """Relative to the folder, with forward slashes; "" when unknown."""
+    language: str = ""
+    """`python`, or whatever the file it was read from says."""
+
+    @staticmethod
+    def example() -> FimPrompt:
+        """A small one, for tests and documentation."""
+        return FimPrompt("def twice(x):\n    ", "\n", "return 2 * x", "twice.py", "python")
+
+
+@dataclass(frozen=True, slots=True)
+class Collection:
+    """Prompts and an account of where they come from. Made by `collect`."""
+
+    prompts: tuple[FimPrompt, ...]
+    files: int
+    """Files of the split that prompts could be taken from."""
+    skipped: Mapping[str, int]
+    """Files left out, by reason, over both splits."""
+
+
+def is_test(path: str, share: float = 0.2) -> bool:
+    """True when the file belongs to the test split: decided by a hash of its relative path alone,
+    so it stays on its side when other files come and go."""
+    digest = hashlib.sha256(path.encode("utf-8", "surrogatepass")).digest()
+    return int.from_bytes(digest[:8], "big") < share * 2**64
+
+
+def collect(
+    code: Path | None = None,
+    *,
+    split: Split = "all",
+    limit: int = 1000,
+    seed: int = 0,
+    characters: int = 2048,
+    kinds: Sequence[Kind] = tuple(Kind),
+    shortest: int = 1,
+    test_share: float = 0.2,
+    progress: bool = False,
+) -> Collection:
+    """Take up to `limit` prompts from the Python files under `code`, evenly over the files.
+
+    `characters` bounds prefix and suffix together, three quarters of it before the cursor; `shortest`
+    is the least length of a middle, in characters without surrounding space. The same arguments and
+    files give the same prompts. Raises SettingsError when there is nothing to take.
+    """
+    skipped: Counter[str] = Counter()
+    texts: list[tuple[str, str]] = []
+    root = standard_library() if code is None else code
+    listed = list(_python_files(root, held_out_only=code is None))
+    for path in track(
+        listed, description="reading code", console=Console(stderr=True), disable=not progress, transient=True
+    ):
+        name = path.relative_to(root).as_posix()
+        if split != "all" and is_test(name, test_share) != (split == "test"):
+            continue
+        text, reason = _read(path)
+        if reason:
+            skipped[reason] += 1
+        else:
+            texts.append((name, text))
+    if not listed:
+        raise SettingsError(f"there is no Python file under {root}: name another folder with --code")
+    random.Random(seed).shuffle(texts)
+    prompts = _round_robin(
+        [_places(name, text, seed, characters, tuple(kinds), shortest) for name, text in texts], limit
+    )
+    if not prompts:
+        raise SettingsError(
+            f"no prompt could be made from the {len(listed)} Python files under {root} "
+            f"(skipped: {dict(skipped) or 'none'}; split: {split})"
+        )
+    return Collection(tuple(prompts), len(texts), MappingProxyType(dict(skipped)))
+
+
+def standard_library() -> Path:
+    """Folder of this interpreter's standard library."""
+    return Path(sysconfig.get_path("stdlib"))
+
+
+def _python_files(root: Path, *, held_out_only: bool) -> Iterator[Path]:
+    if root.is_file() and root.suffix == ".py":
+        raise SettingsError(f"{root} is a file: name the folder that holds it")
+    if not root.is_dir():
+        raise SettingsError(f"the code folder {root} does not exist")
+    for folder, folders, files in os.walk(root):
+        here = Path(folder)
+        folders[:] = sorted(
+            name
+            for name in folders
+            if not name.startswith(".") and name not in {"__pycache__", "node_modules", "site-packages"}
+        )
+        for name in sorted(files):
+            path = here / name
+            if path.suffix != ".py" or path.is_symlink():
+                continue
+            if held_out_only and not _held_out(path.relative_to(root)):
+                continue
+            yield path
+
+
+def _held_out(path: Path) -> bool:
+    """True for files of the packages in HELD_OUT and for their tests (`test/test_json/…`)."""
+    parts = [part.removesuffix(".py") for part in path.parts]
+    if parts[0] == "test":
+        return len(parts) > 1 and parts[1].removeprefix("test_") in HELD_OUT
+    return parts[0] in HELD_OUT
+
+
+def _read(path: Path) -> tuple[str, str]:
+    """Text and "", or "" and the reason to leave the file out."""
+    try:
+        if path.stat().st_size > LARGEST_FILE:
+            return "", "huge"
+        text = path.read_bytes().decode("utf-8").removeprefix("\ufeff")
+    except UnicodeDecodeError:
+        return "", "not UTF-8"
+    except OSError:
+        return "", "not readable"
+    text = text.replace("\r\n", "\n").replace("\r", "\n")
+    if not text.strip():
+        return "", "empty"
+    if "\0" in text:
+        return "", "binary"
+    lines = text.split("\n")
+    if max(map(len, lines)) > LONGEST_LINE or len(text) / len(lines) > 120:
+        return "", "minified"
+    if GENERATED.search("\n".join(lines[:20])):
+        return "", "generated"
+    if MARKERS.search(text):
+        return "", "holds FIM markers"
+    return text, ""
+
+
+def _places(
+    name: str, text: str, seed: int, characters: int, kinds: tuple[Kind, ...], shortest: int
+) -> Iterator[FimPrompt]:
+    """Every prompt of a file, in an order of its own: one place a line at most."""
+    rng = random.Random(f"{seed}/{name}")
+    lines = text.split("\n")
+    starts = [0]
+    for line in lines:
+        starts.append(starts[-1] + len(line) + 1)
+    numbers = [i for i, line in enumerate(lines) if line.strip() and not line.lstrip().startswith("#")]
+    rng.shuffle(numbers)
+    for number in numbers:
+        span = _span(lines, number, rng.choice(kinds), rng)
+        if span is None:
+            continue
+        column, last = span
+        start, end = starts[number] + column, starts[last] + len(lines[last].rstrip())
+        middle = text[start:end]
+        if len(middle.strip()) < shortest or len(middle) > LONGEST_MIDDLE:
+            continue
+        before = characters * 3 // 4
+        yield FimPrompt(
+            prefix=_tail(text[:start], before),
+            suffix=_head(text[end:], characters - before),
+            middle=middle,
+            path=name,
+            language="python",
+        )
+
+
+def _span(lines: list[str], number: int, kind: Kind, rng: random.Random) -> tuple[int, int] | None:
+    """Column of the cursor and number of the last hidden line."""
+    line = lines[number].rstrip()
+    indentation = len(line) - len(line.lstrip())
+    if kind is Kind.REST:
+        columns = [match.start() for match in _CURSOR.finditer(line) if match.start() > indentation]
+        return (rng.choice(columns), number) if columns else None
+    if kind is Kind.LINE:
+        return indentation, number
+    last, most = number, rng.randint(1, 3)
+    while last - number < most and last + 1 < len(lines) and lines[last + 1].strip():
+        last += 1
+    return (indentation, last) if last > number else None
+
+
+def _tail(text: str, size: int) -> str:
+    """The last `size` characters at most, from the start of a line where there is one."""
+    if len(text) <= size:
+        return text
+    cut = text[len(text) - size :]
+    _, newline, rest = cut.partition("\n")
+    return rest if newline else cut
+
+
+def _head(text: str, size: int) -> str:
+    """The first `size` characters at most, up to the end of a line where there is one."""
+    if len(text) <= size:
+        return text
+    cut = text[:size]
+    kept, newline, _ = cut.rpartition("\n")
+    return kept + newline if newline else cut
+
+
+def _round_robin(sources: list[Iterator[FimPrompt]], limit: int) -> list[FimPrompt]:
+    prompts: list[FimPrompt] = []
+    while sources and len(prompts) < limit:
+        alive: list[Iterator[FimPrompt]] = []
+        for source in sources:
+            if len(prompts) == limit:
+                break
+            prompt = next(source, None)
+            if prompt is not None:
+                prompts.append(prompt)
+                alive.append(source)
+        sources = alive
+    return prompts
+
+
+# --------------------------------------------------------------------------------------- JSON lines
+
+
+def write(path: Path, prompts: Iterable[FimPrompt]) -> int:
+    """Write one JSON object a line; returns how many. The file appears whole or not at all."""
+    temporary = path.with_name(path.name + ".partial")
+    count = 0
+    try:
+        with temporary.open("w", encoding="utf-8") as file:
+            for prompt in prompts:
+                file.write(json.dumps(asdict(prompt), ensure_ascii=False) + "\n")
+                count += 1
+        temporary.replace(path)
+    except OSError as error:
+        temporary.unlink(missing_ok=True)
+        raise SettingsError(f"{path} cannot be written: {error.strerror}") from None
+    return count
+
+
+def read(path: Path) -> list[FimPrompt]:
+    """Read JSON lines that have `prefix`, `suffix` and `middle`; `path` and `language` where given,
+    other fields are left alone. Raises SettingsError naming the line that is wrong."""
+    try:
+        with path.open("rb") as file:
+            prompts = [
+                _parse(line, f"{path}:{number}") for number, line in enumerate(file, 1) if line.strip()
+            ]
+    except OSError as error:
+        raise SettingsError(f"{path} cannot be read: {error.strerror}") from None
+    if not prompts:
+        raise SettingsError(f"{path} holds no prompt")
+    return prompts
+
+
+def _parse(line: bytes, where: str) -> FimPrompt:
+    try:
+        row = json.loads(line.decode("utf-8"))
+    except UnicodeDecodeError:
+        raise SettingsError(f"{where}: not UTF-8") from None
+    except json.JSONDecodeError as error:
+        raise SettingsError(f"{where}: not JSON: {error.msg} at column {error.colno}") from None
+    if not isinstance(row, dict):
+        raise SettingsError(f"{where}: an object with prefix, suffix and middle is needed")
+    for name in ("prefix", "suffix", "middle"):
+        if not isinstance(row.get(name), str):
+            raise SettingsError(f"{where}: {name} must be a string")
+    for name in ("path", "language"):
+        if not isinstance(row.get(name, ""), str):
+            raise SettingsError(f"{where}: {name} must be a string")
+    return FimPrompt(
+        row["prefix"], row["suffix"], row["middle"], row.get("path", ""), row.get("language", "")
+    )

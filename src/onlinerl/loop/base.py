@@ -1,0 +1,21 @@
+"""Version 0 of a policy: the base model, imported once, live until something better is."""
+
+from __future__ import annotations
+
+from onlinerl.config import Settings
+from onlinerl.store import versions
+from onlinerl.store.database import Database
+from onlinerl.weights import directory
+
+
+def ensure(settings: Settings, policy: str, database: Database) -> None:
+    """Import and register version 0 where it is missing; safe when several processes do it at once.
+
+    Raises ModelError for a model that is missing or broken, and when version 0 came from another model
+    than the settings name now.
+    """
+    model = directory.resolve_model(settings.policies[policy].model)
+    version = directory.import_base(settings.weights_url, policy, model)
+    with database.write() as c:
+        if versions.find(c, policy, version.id) is None:
+            versions.register(c, version)
