@@ -11,7 +11,7 @@ import hashlib
 from collections.abc import AsyncGenerator, Callable, Iterable, Sequence
 
 from onlinerl.engines.base import EngineStatus
-from onlinerl.errors import EngineError, EngineUnavailable, VersionNotLoaded
+from onlinerl.errors import EngineError, EngineFull, EngineUnavailable, VersionNotLoaded
 from onlinerl.records import Finish, FinishReason, Generation, Token, Version
 
 Script = Callable[[Sequence[int], int], Sequence[int]]
@@ -37,7 +37,7 @@ class DoubleEngine:
                        had sampled an end-of-text token; that token is sent when `stop_ids` has one.
         gap            seconds between two tokens.
         down           nothing is reachable: every call raises EngineUnavailable.
-        full           generate raises EngineUnavailable with this `retry_after`; None: it is not full.
+        full           generate raises EngineFull with this `retry_after`; None: it is not full.
         die_after      EngineError after so many tokens of every stream; None: never. 0: EngineUnavailable.
         load_error     the sentence with which `load` fails; "": it works.
         load_time      seconds that `load` takes.
@@ -91,7 +91,7 @@ class DoubleEngine:
         """The script's tokens, at most `max_tokens`, `gap` seconds apart."""
         self._reach()
         if self.full is not None:
-            raise EngineUnavailable(f"{self._name} is full", retry_after=self.full)
+            raise EngineFull(f"{self._name} is full", retry_after=self.full)
         if request.version not in self.versions:
             raise VersionNotLoaded(f"{self._name} does not hold version {request.version}")
         self.requests.append(request)

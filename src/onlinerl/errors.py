@@ -11,6 +11,7 @@ OnlineRLError
 │   └── TooLarge             413: body, prompt list or header beyond its limit
 ├── EngineError              an engine failed
 │   ├── EngineUnavailable    no replica can take the request now (HTTP 503)
+│   │   └── EngineFull       every replica's queue is full (HTTP 429)
 │   └── VersionNotLoaded     the replica does not hold the version
 ├── StoreError               the database refused: full disk, locked, newer schema
 ├── WeightsError             a version's files are missing, broken or changed
@@ -89,6 +90,10 @@ class EngineUnavailable(EngineError):
     def __init__(self, message: str, *, retry_after: float = 1.0) -> None:
         super().__init__(message)
         self.retry_after = retry_after
+
+
+class EngineFull(EngineUnavailable):
+    """The queue is full; `retry_after` is an estimate of when it has room again."""
 
 
 class VersionNotLoaded(EngineError):

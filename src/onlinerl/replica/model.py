@@ -1,0 +1,307 @@
+"""A model whose weights are exchanged: one skeleton of modules, one set of tensors for each version.
+
+Building modules takes tens of milliseconds of pure Python, and would stall decoding by holding the
+interpreter. So they are built once for each architecture; a later version is only tensors, read in small
+steps by a background thread, and a pass puts its version's tensors into the modules before it starts.
+"""
+
+from __future__ import annotations
+
+import inspect
+import json
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from onlinerl.errors import ModelError, WeightsError
+from onlinerl.replica.rows import ATTENTION, Chunk, Plan, Rows, using
+
+COSMETIC = frozenset(
+    {
+        *("_name_or_path", "transformers_version", "architectures", "dtype", "torch_dtype", "use_cache"),
+        *("bos_token_id", "eos_token_id", "pad_token_id", "id2label", "label2id"),
+    }
+)
+"""Fields of config.json that do not change what the weights compute."""
+
+PIECE = 1 << 18
+"""Numbers converted at once while a version is loaded beside the decoding: a fraction of a millisecond."""
+
+REST = 0.0005
+"""Seconds that the loading thread rests after each piece."""
+
+
+@dataclass(frozen=True, slots=True)
+class Weights:
+    """One version's tensors, in the order of the skeleton's places."""
+
+    tensors: tuple[Tensor, ...]
+
+
+class Skeleton:
+    """The modules of one architecture, and how tensors get into them."""
+
+    def __init__(self, model: Any, settings: dict[str, Any], context: int) -> None:
+        self.model = model
+        self.settings = settings
+        self.context = context
+        parameter = inspect.signature(model.forward).parameters
+        self._cache = "cache" if "cache" in parameter else "past_key_values"
+        self.vocabulary: int = model.get_input_embeddings().weight.shape[0]
+        self.device: torch.device = model.get_input_embeddings().weight.device
+        # The models build no mask of their own when they are given one of four dimensions; nobody reads it.
+        self._no_mask = torch.zeros(1, 1, 1, 1, device=self.device)
+        self._active: Weights | None = None
+        self._places: list[tuple[dict[str, Any], str, int]] = []
+        names: list[tuple[str, ...]] = []
+        tensors: list[Tensor] = []
+        known: dict[int, int] = {}
+        kept = set(model.state_dict().keys())
+        for prefix, module in model.named_modules():
+            for table in (module._parameters, module._buffers):
+                for name, tensor in table.items():
+                    full = f"{prefix}.{name}" if prefix else name
+                    if tensor is None or (full not in kept and table is module._buffers):
+                        continue
+                    if id(tensor) not in known:
+                        known[id(tensor)] = len(tensors)
+                        tensors.append(tensor.detach())
+                        names.append(())
+                    index = known[id(tensor)]
+                    names[index] = (*names[index], full)
+                    self._places.append((table, name, index))
+        first = Weights(tuple(tensors))
+        self._names = names
+        self._shapes = [tensor.to("meta") for tensor in tensors]
+        self.width = self._check(first)
+        """Numbers of cache for one position, in all layers."""
+        self._first: Weights | None = first
+
+    def take_first(self) -> Weights:
+        """The weights it was built with; once, so that the skeleton does not keep them alive."""
+        assert self._first is not None
+        first, self._first = self._first, None
+        return first
+
+    def places(self) -> Iterator[tuple[tuple[str, ...], Tensor]]:
+        """Of each tensor of a version: its names in a file (tied ones have several), and its form."""
+        return zip(self._names, self._shapes, strict=True)
+
+    def forward(
+        self,
+        weights: Weights,
+        tokens: Sequence[int],
+        positions: Sequence[int],
+        keep: Sequence[int],
+        rows: Rows,
+        plan: Plan,
+    ) -> Tensor:
+        """One pass; logits `[len(keep), vocabulary]` in float32 of the tokens at the indices `keep`."""
+        self._activate(weights)
+        inputs = torch.tensor((tokens, positions), device=self.device)
+        with using(plan):
+            output = self.model(
+                input_ids=inputs[:1],
+                position_ids=inputs[1:],
+                attention_mask=self._no_mask,
+                use_cache=True,
+                logits_to_keep=torch.tensor(keep, device=self.device),
+                **{self._cache: rows},
+            )
+        logits: Tensor = output.logits[0]
+        return logits.float()
+
+    def _activate(self, weights: Weights) -> None:
+        if weights is not self._active:
+            for table, name, index in self._places:
+                table[name] = weights.tensors[index]
+            self._active = weights
+
+    @torch.inference_mode()
+    def _check(self, weights: Weights) -> int:
+        """Compare a small pass in pieces with the model's own: an architecture that keeps its state in
+        another way is found here, not in wrong answers. Returns numbers of cache per position."""
+        count = min(12, self.context)
+        half = count // 2
+        ids = [(7 * i + 3) % self.vocabulary for i in range(count)]
+        rows = Rows(2, count)
+        device = self.device
+        every = torch.arange(count, device=device)
+        try:
+            first = Plan(slots=count + every[:half], chunks=[Chunk(1, 0, half, 0, causal=True)])
+            self.forward(weights, ids[:half], range(half), [half - 1], rows, first)
+            mask = torch.zeros(count - 1 - half, count - 1, device=device, dtype=self._dtype())
+            mask.masked_fill_(
+                every[None, : count - 1] > every[half : count - 1, None], torch.finfo(mask.dtype).min
+            )
+            second = Plan(
+                slots=count + every[half:-1], chunks=[Chunk(1, half, count - 1 - half, 0, mask=mask)]
+            )
+            self.forward(weights, ids[half:-1], range(half, count - 1), [0], rows, second)
+            third = Plan(slots=count + every[-1:], decoding=1, low=1, high=2, length=count)
+            ours = self.forward(weights, ids[-1:], [count - 1], [0], rows, third)[0]
+        except ModelError:
+            raise
+        except (RuntimeError, TypeError, ValueError, KeyError, IndexError, AttributeError) as error:
+            raise ModelError(
+                f"{type(self.model).__name__} cannot be served by the embedded engine: {error}"
+            ) from error
+        with self._plain_attention():
+            dense = self.model(input_ids=torch.tensor([ids], device=device), use_cache=False).logits[0, -1]
+        tolerance = 1e-3 if self._dtype() == torch.float32 else 0.5
+        error_ = (torch.log_softmax(ours, -1) - torch.log_softmax(dense.float(), -1)).abs().max().item()
+        if not error_ <= tolerance:
+            raise ModelError(
+                f"{type(self.model).__name__} cannot be served by the embedded engine: its log-probabilities "
+                f"with cached keys and values differ by {error_:.2g} from a plain pass ({tolerance} is allowed)"
+            )
+        return rows.width
+
+    def _dtype(self) -> torch.dtype:
+        return self.model.get_input_embeddings().weight.dtype  # type: ignore[no-any-return]
+
+    @contextmanager
+    def _plain_attention(self) -> Iterator[None]:
+        implementation = "sdpa" if getattr(self.model, "_supports_sdpa", False) else "eager"
+        self.model.set_attn_implementation(implementation)
+        try:
+            yield
+        finally:
+            self.model.set_attn_implementation(ATTENTION)
+
+
+def read_settings(folder: Path) -> dict[str, Any]:
+    """What of config.json decides the computation. Raises ModelError when it is missing or broken."""
+    return {k: v for k, v in _config(folder).to_dict().items() if k not in COSMETIC}
+
+
+def build(folder: Path, device: torch.device, dtype: torch.dtype, context: int | None) -> Skeleton:
+    """The skeleton of the model in `folder`, with its weights as `skeleton.first`.
+
+    Raises ModelError for what is no usable model, WeightsError for missing or broken tensors.
+    """
+    config = _config(folder)
+    limit = _context(config, context)
+    try:
+        loaded: Any = AutoModelForCausalLM.from_pretrained(
+            folder,
+            config=config,
+            dtype=dtype,
+            attn_implementation=ATTENTION,
+            local_files_only=True,
+            use_safetensors=True,
+            trust_remote_code=False,
+            output_loading_info=True,
+        )
+    except SafetensorError as error:
+        raise WeightsError(f"the weights in {folder} are broken: {error}") from error
+    except OSError as error:
+        raise WeightsError(f"{folder} has no usable weights (safetensors): {error}") from error
+    except (ValueError, RuntimeError, KeyError) as error:
+        raise ModelError(f"{folder} cannot be loaded as a causal language model: {error}") from error
+    model, info = loaded
+    for what in ("missing_keys", "mismatched_keys"):
+        if info[what]:
+            names = ", ".join(sorted(str(key) for key in info[what])[:3])
+            raise WeightsError(f"the weights in {folder} do not fit its config.json: {what} {names}")
+    model.to(device).eval().requires_grad_(False)
+    return Skeleton(model, {k: v for k, v in config.to_dict().items() if k not in COSMETIC}, limit)
+
+
+def read_weights(folder: Path, skeleton: Skeleton) -> Weights:
+    """A further version's tensors for `skeleton`, read in small steps with rests between them.
+
+    Raises ModelError when the architecture is another one, WeightsError when tensors miss, are broken or
+    have another shape. Nothing of the skeleton is touched.
+    """
+    settings = read_settings(folder)
+    if settings != skeleton.settings:
+        fields = sorted(
+            k
+            for k in settings.keys() | skeleton.settings.keys()
+            if settings.get(k) != skeleton.settings.get(k)
+        )
+        raise ModelError(
+            f"{folder} is of another architecture than the versions already loaded: {', '.join(fields)}"
+        )
+    files = _files(folder)
+    tensors: list[Tensor] = []
+    try:
+        for names, like in skeleton.places():
+            name = next((name for name in names if name in files), None)
+            if name is None:
+                raise WeightsError(f"{folder} lacks the tensor {names[0]}")
+            with safe_open(files[name], framework="pt") as file:
+                source = file.get_tensor(name)
+            if source.shape != like.shape:
+                raise WeightsError(
+                    f"{folder}: {name} has shape {tuple(source.shape)} instead of {tuple(like.shape)}"
+                )
+            tensors.append(_copy_gently(source, like, skeleton.device))
+    except (SafetensorError, OSError) as error:
+        raise WeightsError(f"the weights in {folder} are broken: {error}") from error
+    return Weights(tuple(tensors))
+
+
+def _copy_gently(source: Tensor, like: Tensor, device: torch.device) -> Tensor:
+    target = torch.empty_like(like, device=device)
+    flat_source, flat_target = source.reshape(-1), target.view(-1)
+    for start in range(0, flat_source.numel(), PIECE):
+        flat_target[start : start + PIECE].copy_(flat_source[start : start + PIECE])
+        time.sleep(REST)
+    return target
+
+
+def _files(folder: Path) -> dict[str, Path]:
+    """From tensor name to file."""
+    index = folder / "model.safetensors.index.json"
+    try:
+        if index.exists():
+            table: dict[str, str] = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
+            return {name: folder / Path(file).name for name, file in table.items()}
+        single = folder / "model.safetensors"
+        with safe_open(single, framework="pt") as file:
+            return dict.fromkeys(file.keys(), single)
+    except (SafetensorError, OSError, ValueError, KeyError, TypeError) as error:
+        raise WeightsError(f"{folder} has no usable weights (safetensors): {error}") from error
+
+
+def _config(folder: Path) -> Any:
+    if not (folder / "config.json").is_file():
+        raise ModelError(f"{folder} is not a model directory: it has no config.json")
+    try:
+        return AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise ModelError(
+            f"{folder}/config.json does not describe a model that transformers knows: {error}"
+        ) from error
+
+
+def _context(config: Any, wanted: int | None) -> int:
+    text = config.get_text_config()
+    limit = getattr(text, "max_position_embeddings", None)
+    if limit is None and wanted is None:
+        raise ModelError("the model names no longest context: set engine.context")
+    context = min(n for n in (limit, wanted) if n is not None)
+    kinds = set(getattr(text, "layer_types", None) or ["full_attention"])
+    window = getattr(text, "sliding_window", None) if getattr(text, "use_sliding_window", True) else None
+    if not kinds <= {"full_attention", "sliding_attention"}:
+        raise ModelError(
+            f"the model has layers of kind {', '.join(sorted(kinds))}; the embedded engine serves models of "
+            "full attention only: use vLLM for this one"
+        )
+    slides = "sliding_attention" in kinds or getattr(text, "layer_types", None) is None
+    if window is not None and window < context and slides:
+        raise ModelError(
+            f"the model attends to the last {window} tokens only, fewer than its context of {context}; the "
+            f"embedded engine serves full attention: set engine.context to {window} or less, or use vLLM"
+        )
+    return int(context)

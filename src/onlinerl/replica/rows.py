@@ -1,0 +1,197 @@
+"""The key/value cache in rows, and the attention over it.
+
+A forward pass takes all its tokens flattened, `[1, tokens]`: one token of every sequence that decodes,
+then the chunks of prompts that are being read. So no token is padding, the matrices are as large as they
+can be, and the weights are read from memory once for both. Only the attention knows of sequences: each
+owns one row of the cache, which its tokens are written to, and reads that row alone. Sequences come and
+go between passes without anything being copied.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from transformers.cache_utils import Cache
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+from onlinerl.errors import ModelError
+
+ATTENTION = "onlinerl_rows"
+"""The name under which transformers' models find `attend`."""
+
+_current = threading.local()
+"""The plan of the pass that this thread computes: transformers hands no argument of ours through every
+architecture, and two threads may compute at once (one decodes, one checks a new architecture)."""
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """Consecutive tokens of one sequence within a pass: a piece of its prompt, or a single new token."""
+
+    row: int
+    start: int
+    """Position of its first token in the sequence."""
+    size: int
+    offset: int
+    """Index of its first token among the tokens of the pass."""
+    causal: bool = False
+    """Plainly causal: it starts at position 0."""
+    mask: Tensor | None = None
+    """Additive, [size, start + size], where it is neither causal nor a single token."""
+
+
+@dataclass(slots=True)
+class Plan:
+    """What one pass computes; made once, used by every layer."""
+
+    slots: Tensor
+    """[tokens] where each token's key and value go: row × capacity + position."""
+    decoding: int = 0
+    """The first so many tokens of the pass are one each of sequences that are computed as one batch."""
+    low: int = 0
+    high: int = 0
+    """The rows of the decoding sequences lie in low ≤ row < high."""
+    length: int = 0
+    """So many positions of those rows are looked at."""
+    pick: Tensor | None = None
+    """[decoding] their rows less `low`; None when that is 0, 1, 2, …"""
+    mask: Tensor | None = None
+    """Additive, [high − low, 1, 1, length]."""
+    chunks: list[Chunk] = field(default_factory=list)
+
+
+class Rows(Cache):
+    """Keys and values of all layers, each `[rows × capacity, heads × width]`, for one version.
+
+    Grows in both directions by doubling; growing copies, which is why it is not done by the token.
+    """
+
+    def __init__(self, rows: int, capacity: int) -> None:
+        super().__init__(layers=[])
+        self.rows = rows
+        self.capacity = capacity
+        self.store: list[tuple[Tensor, Tensor, tuple[int, int], tuple[int, int]]] = []
+
+    def update(
+        self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
+    ) -> tuple[Tensor, Tensor]:
+        """Write the pass's keys and values `[1, heads, tokens, width]`; give back the whole layer's,
+        `[rows, capacity, heads, width]`, which only `attend` knows how to read."""
+        plan: Plan = _current.plan
+        while len(self.store) <= layer_idx:
+            k_shape = (key_states.shape[1], key_states.shape[3])
+            v_shape = (value_states.shape[1], value_states.shape[3])
+            size = self.rows * self.capacity
+            # Zeros, not whatever was there: a masked NaN still poisons the sum over values.
+            keys = key_states.new_zeros(size, k_shape[0] * k_shape[1])
+            values = value_states.new_zeros(size, v_shape[0] * v_shape[1])
+            self.store.append((keys, values, k_shape, v_shape))
+        keys, values, k_shape, v_shape = self.store[layer_idx]
+        tokens = key_states.shape[2]
+        keys.index_copy_(0, plan.slots, key_states[0].transpose(0, 1).reshape(tokens, -1))
+        values.index_copy_(0, plan.slots, value_states[0].transpose(0, 1).reshape(tokens, -1))
+        return keys.view(self.rows, self.capacity, *k_shape), values.view(self.rows, self.capacity, *v_shape)
+
+    def grow(self, rows: int, capacity: int) -> None:
+        """Make room; what is there stays."""
+        if rows <= self.rows and capacity <= self.capacity:
+            return
+        new_rows, new_capacity = max(rows, self.rows), max(capacity, self.capacity)
+        for index, (keys, values, k_shape, v_shape) in enumerate(self.store):
+            moved = []
+            for old in (keys, values):
+                new = old.new_zeros(new_rows, new_capacity, old.shape[1])
+                new[: self.rows, : self.capacity] = old.view(self.rows, self.capacity, -1)
+                moved.append(new.view(new_rows * new_capacity, -1))
+            self.store[index] = (moved[0], moved[1], k_shape, v_shape)
+        self.rows, self.capacity = new_rows, new_capacity
+
+    @property
+    def width(self) -> int:
+        """Numbers kept for one position of one row, in all layers; 0 before the first pass."""
+        return sum(keys.shape[1] + values.shape[1] for keys, values, _, _ in self.store)
+
+    def copy_row(self, source: int, target: int, length: int) -> None:
+        """Copy the first `length` positions of a row to another one."""
+        for keys, values, _, _ in self.store:
+            for tensor in (keys, values):
+                view = tensor.view(self.rows, self.capacity, -1)
+                view[target, :length] = view[source, :length]
+
+
+@contextmanager
+def using(plan: Plan) -> Iterator[None]:
+    """Make `plan` the plan of the passes that this thread computes inside the block."""
+    _current.plan = plan
+    try:
+        yield
+    finally:
+        _current.plan = None
+
+
+def attend(
+    module: torch.nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    **extras: Any,
+) -> tuple[Tensor, None]:
+    """transformers' attention interface over `Rows`: query `[1, heads, tokens, width]`, key and value as
+    `Rows.update` returned them; returns `[1, tokens, heads, width]`.
+
+    Query heads that share a key/value head (GQA) are batched as the queries of that head, so keys and
+    values are never repeated in memory.
+    """
+    for name in ("softcap", "s_aux", "position_bias"):
+        if extras.get(name) is not None:
+            raise ModelError(
+                f"this model's attention uses {name}, which the embedded engine does not compute"
+            )
+    plan: Plan = _current.plan
+    heads, tokens = query.shape[1], query.shape[2]
+    shared, width = key.shape[2], value.shape[3]
+    group = heads // shared
+    parts: list[Tensor] = []
+    count = plan.decoding
+    if count:
+        asked = query[0, :, :count].transpose(0, 1)
+        if plan.pick is not None:
+            spread = query.new_zeros(plan.high - plan.low, heads, query.shape[3])
+            asked = spread.index_copy_(0, plan.pick, asked)
+        answer = F.scaled_dot_product_attention(
+            asked.reshape(-1, shared, group, query.shape[3]),
+            key[plan.low : plan.high, : plan.length].transpose(1, 2),
+            value[plan.low : plan.high, : plan.length].transpose(1, 2),
+            attn_mask=plan.mask,
+            scale=scaling,
+        ).reshape(-1, heads, width)
+        parts.append(answer if plan.pick is None else answer.index_select(0, plan.pick))
+    for chunk in plan.chunks:
+        end = chunk.start + chunk.size
+        asked = query[0, :, chunk.offset : chunk.offset + chunk.size]
+        keys = key[chunk.row, :end].transpose(0, 1).unsqueeze(1).expand(-1, group, -1, -1)
+        values = value[chunk.row, :end].transpose(0, 1).unsqueeze(1).expand(-1, group, -1, -1)
+        answer = F.scaled_dot_product_attention(
+            asked.reshape(shared, group, chunk.size, -1),
+            keys,
+            values,
+            attn_mask=chunk.mask,
+            is_causal=chunk.causal,
+            scale=scaling,
+        )
+        parts.append(answer.reshape(heads, chunk.size, width).transpose(0, 1))
+    joined = parts[0] if len(parts) == 1 else torch.cat(parts)
+    return joined.reshape(1, tokens, heads, width), None
+
+
+ALL_ATTENTION_FUNCTIONS.register(ATTENTION, attend)
