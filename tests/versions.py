@@ -27,7 +27,9 @@ def tiny_model(folder: Path) -> Path:
 
 def settings_of(home: Path, *overrides: str) -> Settings:
     """Settings of a policy `tab` on a tiny model."""
-    return load_settings(overrides=[f"policies.tab.model={tiny_model(home / 'model')}", *overrides], home=home)
+    return load_settings(
+        overrides=[f"policies.tab.model={tiny_model(home / 'model')}", *overrides], home=home
+    )
 
 
 def make_version(
