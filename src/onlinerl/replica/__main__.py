@@ -67,7 +67,7 @@ async def _serve(path: Path, policy: str, settings: Engine, threads: int) -> Non
     from onlinerl.replica.versions import Versions
 
     torch.set_num_threads(threads)
-    transformers_logging.disable_progress_bar()
+    transformers_logging.disable_progress_bar()  # type: ignore[no-untyped-call]
     sys.setswitchinterval(SWITCH)
     server = Server(policy)
     decoder = Decoder(
@@ -117,11 +117,15 @@ class _Http(uvicorn.Server):
 
 
 def _listen(path: Path) -> socket.socket:
-    path.unlink(missing_ok=True)
+    """A private socket. It takes its name once it takes connections: who sees the file can connect."""
+    young = path.with_name(path.name + "~")
+    young.unlink(missing_ok=True)
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     before = os.umask(0o177)
     try:
-        listener.bind(str(path))
+        listener.bind(str(young))
+        listener.listen(2048)
+        young.rename(path)
     except OSError as error:
         raise SettingsError(f"cannot listen on {path}: {error.strerror}") from error
     finally:

@@ -9,12 +9,14 @@ go between passes without anything being copied.
 
 from __future__ import annotations
 
+import math
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -89,9 +91,8 @@ class Rows(Cache):
             k_shape = (key_states.shape[1], key_states.shape[3])
             v_shape = (value_states.shape[1], value_states.shape[3])
             size = self.rows * self.capacity
-            # Zeros, not whatever was there: a masked NaN still poisons the sum over values.
-            keys = key_states.new_zeros(size, k_shape[0] * k_shape[1])
-            values = value_states.new_zeros(size, v_shape[0] * v_shape[1])
+            keys = _zeros(key_states, size, k_shape[0] * k_shape[1])
+            values = _zeros(value_states, size, v_shape[0] * v_shape[1])
             self.store.append((keys, values, k_shape, v_shape))
         keys, values, k_shape, v_shape = self.store[layer_idx]
         tokens = key_states.shape[2]
@@ -107,7 +108,7 @@ class Rows(Cache):
         for index, (keys, values, k_shape, v_shape) in enumerate(self.store):
             moved = []
             for old in (keys, values):
-                new = old.new_zeros(new_rows, new_capacity, old.shape[1])
+                new = _zeros(old, new_rows * new_capacity, old.shape[1]).view(new_rows, new_capacity, -1)
                 new[: self.rows, : self.capacity] = old.view(self.rows, self.capacity, -1)
                 moved.append(new.view(new_rows * new_capacity, -1))
             self.store[index] = (moved[0], moved[1], k_shape, v_shape)
@@ -124,6 +125,18 @@ class Rows(Cache):
             for tensor in (keys, values):
                 view = tensor.view(self.rows, self.capacity, -1)
                 view[target, :length] = view[source, :length]
+
+
+def _zeros(like: Tensor, *shape: int) -> Tensor:
+    """Zeros, not whatever was there: a masked NaN still poisons the sum over values.
+
+    On CPU they come from calloc by way of NumPy, which takes no memory before it is written to; torch
+    writes its zeros.
+    """
+    if like.device.type != "cpu":
+        return like.new_zeros(shape)
+    raw = np.zeros(math.prod(shape) * like.element_size(), dtype=np.uint8)
+    return torch.from_numpy(raw).view(like.dtype).view(shape)
 
 
 @contextmanager
