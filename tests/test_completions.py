@@ -299,6 +299,15 @@ async def test_an_engine_that_is_away_is_a_503_with_retry_after(gateway: Gateway
     assert (await gateway.client.get("/ready")).status_code == 503
 
 
+async def test_full_queues_are_a_429(gateway: Gateway) -> None:
+    gateway.engine.full = 2.4
+    for stream in (False, True):
+        reply = await gateway.complete(stream=stream)
+        assert (reply.status_code, reply.headers["retry-after"]) == (429, "2")
+        assert reply.json()["error"]["type"] == "rate_limit_error"
+    assert gateway.last() is None
+
+
 async def test_an_engine_that_dies_in_mid_stream(gateway: Gateway) -> None:
     gateway.engine.die_after = 3
     reply = await gateway.complete(stream=True)

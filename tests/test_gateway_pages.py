@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import json
+import logging
 from collections.abc import AsyncIterator
 from pathlib import Path
 
 import httpx
 import pytest
+import structlog
 
+from onlinerl import observe
 from onlinerl.errors import StoreError
 from onlinerl.gateway.app import create_app
 from onlinerl.store import versions
@@ -103,3 +107,31 @@ async def test_a_fault_of_ours_tells_nothing(gateway: Gateway, monkeypatch: pyte
     reply = await gateway.complete()
     assert reply.status_code == 500
     assert reply.json()["error"]["message"] == "internal error"
+
+
+async def test_logs_hold_no_text_of_anybody(gateway: Gateway, tmp_path: Path) -> None:
+    file = tmp_path / "serve.log"
+    observe.configure_logging(file=file)
+    try:
+        gateway.engine.die_after = 2
+        reply = await gateway.complete(
+            "very secret prompt", stream=True, headers={"authorization": "Bearer k-12"}
+        )
+        gateway.engine.down = True
+        await gateway.complete("very secret prompt")
+        await gateway.client.get("/very-secret-path", headers={"host": "evil.example"})
+    finally:
+        root = logging.getLogger()
+        for handler in root.handlers[:]:
+            if isinstance(handler.formatter, structlog.stdlib.ProcessorFormatter):
+                root.removeHandler(handler)
+                handler.close()
+        root.setLevel(logging.WARNING)
+        structlog.reset_defaults()
+    lines = [json.loads(line) for line in file.read_text().splitlines()]
+    failed = [line for line in lines if line["event"] == "engine failed a request"]
+    assert [line["begun"] for line in failed] == [True, False]
+    assert all(line["component"] == "gateway" for line in failed)
+    assert reply.text.split('"id":"')[1].split('"')[0] == failed[0]["id"]
+    assert "secret" not in file.read_text()
+    assert "k-12" not in file.read_text()
