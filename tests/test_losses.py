@@ -76,6 +76,26 @@ def test_k3_estimates_the_divergence() -> None:
     assert (policy * losses.k3(policy.log(), reference.log())).sum().item() == pytest.approx(exact.item())
 
 
+def test_divergence_is_right_for_others_tokens_too() -> None:
+    """Exact expectation over a behaviour policy that is neither, and the gradient of the exact KL."""
+    logits = torch.tensor([1.0, 0.2, -0.5], dtype=torch.float64, requires_grad=True)
+    policy = torch.log_softmax(logits, 0)
+    reference = torch.log_softmax(torch.tensor([0.3, 0.3, 0.1], dtype=torch.float64), 0)
+    behaviour = torch.log_softmax(torch.tensor([0.1, 0.5, 0.2], dtype=torch.float64), 0)
+    exact = (policy.exp() * (policy - reference)).sum()
+    estimate = (behaviour.exp() * losses.divergence(policy, reference, behaviour)).sum()
+    assert estimate.item() == pytest.approx(exact.item())
+    (mine,) = torch.autograd.grad(estimate, logits, retain_graph=True)
+    (right,) = torch.autograd.grad(exact, logits)
+    assert mine.tolist() == pytest.approx(right.tolist())
+    # a token that became 1000 times rarer than it was in the reference
+    assert (
+        losses.divergence(logs(1e-4), logs(0.1), logs(0.1)).item()
+        < 1.0
+        < losses.k3(logs(1e-4), logs(0.1)).item()
+    )
+
+
 def test_whole_loss_by_hand() -> None:
     """Three tokens kept, one left out."""
     policy, prox = logs(0.6, 0.3, 0.2, 0.9), logs(0.5, 0.3, 0.5, 0.1)
@@ -83,10 +103,10 @@ def test_whole_loss_by_hand() -> None:
     advantage = t(1.0, -0.5, 2.0, 3.0)
     keep = torch.tensor([True, True, True, False])
     sums = losses.policy_loss(policy, prox, behaviour, reference, advantage, t(1, 2, 3, 4), keep, DEFAULT)
-    # token 1: w = 1.25, ρ = 1.2 → −1.2·1.25 = −1.5;       d = ln(5/6), k3 = 5/6 + ln 1.2 − 1
+    # token 1: w = 1.25, ρ = 1.2 → −1.2·1.25 = −1.5;       r = 1.5, d = ln(5/6), k3 = 5/6 + ln 1.2 − 1
     # token 2: w = 1,    ρ = 1   → 0.5;                     k3 = 0
-    # token 3: w = min(5, 2) = 2, ρ = 0.4 → −0.8·2 = −1.6;  d = ln 2, k3 = 2 − ln 2 − 1
-    kl = (5 / 6 + math.log(1.2) - 1) + (1 - math.log(2))
+    # token 3: w = min(5, 2) = 2, ρ = 0.4 → −0.8·2 = −1.6;  r = 2, d = ln 2, k3 = 2 − ln 2 − 1
+    kl = 1.5 * (5 / 6 + math.log(1.2) - 1) + 2 * (1 - math.log(2))
     assert sums.loss.item() == pytest.approx(-1.5 + 0.5 - 1.6 + 0.02 * kl)
     assert sums.tokens.item() == 3
     assert sums.kl_reference.item() == pytest.approx(kl)

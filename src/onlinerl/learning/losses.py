@@ -5,10 +5,11 @@ order, and `sequence` [K] says to which sample each belongs. Log-probabilities a
 are returned, not means: a batch is computed in microbatches, and the denominator is the token count of the
 whole (mini)batch, which only the caller knows.
 
-    L = (1/N) Σ_tokens [ w · ppo(ρ, A) + β · k3(π_θ ‖ π_ref) ] + λ · (floor − show(θ))
+    L = (1/N) Σ_tokens [ w · ppo(ρ, A) + β · r · k3(π_θ ‖ π_ref) ] + λ · (floor − show(θ))
 
     w = min(π_prox / π_behav, C)       truncated importance sampling; π_prox: policy at the batch's start
     ρ = π_θ / π_prox                   decoupled PPO, AReaL 2505.24298
+    r = π_θ / π_behav                  makes k3, which wants samples of π_θ, right for samples of π_behav
 """
 
 from __future__ import annotations
@@ -117,12 +118,27 @@ def k3(policy: Tensor, reference: Tensor) -> Tensor:
     return torch.exp(difference) - difference - 1.0
 
 
+KL_WEIGHT_CAP = 10.0
+"""Largest r in `divergence`."""
+
+
+def divergence(policy: Tensor, reference: Tensor, behaviour: Tensor) -> Tensor:
+    """r · k3 with r = min(π_θ/π_behav, 10): estimates KL(π_θ ‖ π_ref) from tokens of π_behav, [K].
+
+    Differentiable through r too: then the gradient is the KL's own, r·(log π_θ − log π_ref)·∇log π_θ
+    (DeepSeek-V3.2, 2512.02556). Without r, a token that was rightly learned to be rare counts with
+    π_ref/π_θ, without bound. On-policy r is 1.
+    """
+    ratio = torch.exp((policy - behaviour).clamp(max=20.0)).clamp(max=KL_WEIGHT_CAP)
+    return ratio * k3(policy, reference)
+
+
 @dataclass(frozen=True, slots=True)
 class Sums:
     """What one microbatch adds to its batch. `loss` carries the gradient, the others do not."""
 
     loss: Tensor
-    """Sum over kept tokens of w · ppo + β · k3, scalar."""
+    """Sum over kept tokens of w · ppo + β · r · k3, scalar."""
     tokens: Tensor
     """Kept tokens, scalar."""
     clipped: Tensor
@@ -132,7 +148,7 @@ class Sums:
     weight_squared: Tensor
     """Σ w², for the effective sample size."""
     kl_reference: Tensor
-    """Σ k3(π_θ ‖ π_ref)."""
+    """Σ r · k3(π_θ ‖ π_ref)."""
     kl_behaviour: Tensor
     """Σ k3(π_prox ‖ π_behav): the mismatch between trainer and engine, plus staleness."""
     entropy: Tensor
@@ -158,7 +174,7 @@ def policy_loss(
         clip_high=settings.clip_high,
         dual_clip=settings.dual_clip,
     )
-    kl = k3(policy, reference)
+    kl = divergence(policy, reference, behaviour)
     total = torch.where(keep, weight * loss + settings.kl * kl, torch.zeros_like(loss)).sum()
     with torch.no_grad():
         kept = keep.to(policy.dtype)
