@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import socket
-from collections.abc import AsyncGenerator, AsyncIterator, Iterable, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -22,7 +22,7 @@ from onlinerl.gateway.service import Service
 from onlinerl.records import Finish, Generation, Interaction, Token, Version, VersionState
 from onlinerl.store import interactions, versions
 from onlinerl.store.database import Database, Writer
-from tests.doubles import DoubleEngine
+from tests.doubles import DoubleEngine, Script
 
 MODEL = Path(__file__).parents[1] / "src/onlinerl/models/fim-27m"
 CODEC = Codec.open(MODEL)
@@ -83,11 +83,20 @@ class Gateway:
         )
 
 
+async def until(condition: Callable[[], object], seconds: float = 5.0) -> None:
+    """Wait for what is about to happen."""
+    for _ in range(int(seconds * 100)):
+        if condition():
+            return
+        await asyncio.sleep(0.01)
+    raise TimeoutError("it did not happen")
+
+
 def ids_of(text: str) -> list[int]:
     return CODEC.encode(text)
 
 
-def says(*texts: str) -> object:
+def says(*texts: str) -> Script:
     """A script whose answer is the token ids of `texts`."""
     ids = [id for text in texts for id in ids_of(text)]
 
@@ -110,8 +119,8 @@ async def running(
     for override in overrides:
         name, _, value = override.partition("=")
         if name == "body_limit":
-            server = settings.server.model_copy(update={"body_limit": int(value)})
-            settings = settings.model_copy(update={"server": server})
+            limits = settings.server.model_copy(update={"body_limit": int(value)})
+            settings = settings.model_copy(update={"server": limits})
         elif name == "alias":
             policy = settings.policies["tab"].model_copy(update={"aliases": (value,)})
             settings = settings.model_copy(update={"policies": {**settings.policies, "tab": policy}})
@@ -179,8 +188,7 @@ async def running(
         config = uvicorn.Config(app, log_level="warning", lifespan="off", timeout_graceful_shutdown=5)
         server = uvicorn.Server(config)
         serving = asyncio.create_task(server.serve([listening]))
-        while not server.started:
-            await asyncio.sleep(0.01)
+        await until(lambda: server.started)
         url = f"http://127.0.0.1:{listening.getsockname()[1]}"
         try:
             async with httpx.AsyncClient(base_url=url, timeout=20) as client:

@@ -31,7 +31,7 @@ def stream(codec: Codec, prompt: list[int], ids: list[int]) -> tuple[list[str], 
 
 @pytest.fixture(scope="module")
 def metaspace(tmp_path_factory: pytest.TempPathFactory) -> Codec:
-    """A small tokenizer of SentencePiece's kind: ▁ for spaces, bytes for what it lacks, a first space dropped."""
+    """A small tokenizer of SentencePiece's kind: ▁ for spaces, byte fallback, a first space dropped."""
     pieces = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256))]
     pieces += [
         "▁",
@@ -143,7 +143,7 @@ def test_decode_then_encode_is_not_the_identity() -> None:
 
 
 def test_a_leading_space_survives_a_decoder_that_strips_it(metaspace: Codec) -> None:
-    ids = metaspace.tokenizer.token_to_id
+    ids = metaspace.tokenizer.get_vocab().__getitem__
     answer = [ids("▁return"), ids("▁x"), ids("▁"), ids("▁x"), ids("\n")]
     assert metaspace.tokenizer.decode(answer).startswith("return")
     prompt = metaspace.encode("def x():")
@@ -156,7 +156,7 @@ def test_a_leading_space_survives_a_decoder_that_strips_it(metaspace: Codec) -> 
 
 
 def test_byte_fallback_gives_whole_characters(metaspace: Codec) -> None:
-    ids = metaspace.tokenizer.token_to_id
+    ids = metaspace.tokenizer.get_vocab().__getitem__
     prompt = metaspace.encode("x =")
     answer = [ids(f"<0x{byte:02X}>") for byte in "é€".encode()]
     pieces, lengths, text = stream(metaspace, prompt, answer)

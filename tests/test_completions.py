@@ -1,4 +1,4 @@
-"""POST /v1/completions over HTTP: every field of the contract, what is recorded, and what happens when things break."""
+"""POST /v1/completions over HTTP: every field of the contract, what is recorded, what breaks."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import pytest
 from onlinerl.gateway.answers import Stops
 from onlinerl.records import FinishReason
 from tests.doubles import scripted, scripted_logprob
-from tests.gateways import CODEC, Gateway, ids_of, running, says
+from tests.gateways import CODEC, Gateway, ids_of, running, says, until
 
 EOS = CODEC.eos_ids[0]
 
@@ -99,7 +99,7 @@ async def test_sampling_settings_reach_the_engine(gateway: Gateway) -> None:
 
 
 async def test_streaming_sends_one_event_a_token(gateway: Gateway) -> None:
-    gateway.engine.script = says("return", " x", " +", " 1")  # type: ignore[assignment]
+    gateway.engine.script = says("return", " x", " +", " 1")
     reply = await gateway.complete(stream=True, stream_options={"include_usage": True})
     all_ = events(reply)
     texts = [event["choices"][0]["text"] for event in all_[:-2]]
@@ -155,7 +155,7 @@ async def test_the_interaction_is_on_disk_before_the_end_is_told(gateway: Gatewa
 
 @pytest.mark.parametrize("stream", [False, True])
 async def test_stop_strings_cut_the_text_and_end_the_stream(gateway: Gateway, stream: bool) -> None:
-    gateway.engine.script = says("value = compute(data)\n\n", "def other():\n    pass\n")  # type: ignore[assignment]
+    gateway.engine.script = says("value = compute(data)\n\n", "def other():\n    pass\n")
     reply = await gateway.complete(stop=["\n\ndef", "never"], stream=stream)
     if stream:
         all_ = events(reply)
@@ -177,7 +177,7 @@ async def test_stop_strings_cut_the_text_and_end_the_stream(gateway: Gateway, st
 
 async def test_sixteen_stop_strings_and_what_looks_like_the_beginning_of_one(gateway: Gateway) -> None:
     stops = [f"<stop {number}>" for number in range(16)]
-    gateway.engine.script = says("a <stop", " 99> b <sto")  # type: ignore[assignment]
+    gateway.engine.script = says("a <stop", " 99> b <sto")
     reply = await gateway.complete(stop=stops, stream=True)
     assert "".join(event["choices"][0]["text"] for event in events(reply)) == "a <stop 99> b <sto"
     assert (await gateway.complete(stop=[*stops, "x"])).status_code == 400
@@ -208,7 +208,7 @@ async def test_length_and_silence(gateway: Gateway) -> None:
 
 
 async def test_logprobs_in_the_legacy_shape(gateway: Gateway) -> None:
-    gateway.engine.script = says("naïve €", " x\n\nend")  # type: ignore[assignment]
+    gateway.engine.script = says("naïve €", " x\n\nend")
     whole = (await gateway.complete(logprobs=2, stop="\n\nend")).json()["choices"][0]
     shape = whole["logprobs"]
     assert whole["text"] == "naïve € x"
@@ -299,6 +299,15 @@ async def test_an_engine_that_is_away_is_a_503_with_retry_after(gateway: Gateway
     assert (await gateway.client.get("/ready")).status_code == 503
 
 
+async def test_full_queues_are_a_429(gateway: Gateway) -> None:
+    gateway.engine.full = 2.4
+    for stream in (False, True):
+        reply = await gateway.complete(stream=stream)
+        assert (reply.status_code, reply.headers["retry-after"]) == (429, "2")
+        assert reply.json()["error"]["type"] == "rate_limit_error"
+    assert gateway.last() is None
+
+
 async def test_an_engine_that_dies_in_mid_stream(gateway: Gateway) -> None:
     gateway.engine.die_after = 3
     reply = await gateway.complete(stream=True)
@@ -330,14 +339,11 @@ async def test_a_client_that_leaves_frees_the_engine_and_leaves_a_record(
                 await asyncio.sleep(0)
 
     asking = asyncio.create_task(ask())
-    while gateway.engine.running < 2:
-        await asyncio.sleep(0.01)
+    await until(lambda: gateway.engine.running == 2)
     await asyncio.sleep(0.2)
     asking.cancel()
     await asyncio.gather(asking, return_exceptions=True)
-    async with asyncio.timeout(5):
-        while gateway.engine.running or gateway.last() is None:
-            await asyncio.sleep(0.01)
+    await until(lambda: not gateway.engine.running and gateway.last() is not None)
     last = gateway.last()
     assert last is not None
     for one in gateway.interactions(last.id, 2):
@@ -351,9 +357,7 @@ async def test_one_that_left_before_the_first_token_is_an_opportunity_too(gatewa
     gateway.engine.gap = 0.5
     with pytest.raises(httpx.ReadTimeout):
         await gateway.client.post("/v1/completions", json={"prompt": "x"}, timeout=0.1)
-    async with asyncio.timeout(5):
-        while gateway.last() is None:
-            await asyncio.sleep(0.01)
+    await until(lambda: gateway.last() is not None)
     last = gateway.last()
     assert last is not None
     assert (last.completion_ids, last.finish) == ((), FinishReason.ABORT)

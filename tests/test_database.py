@@ -256,6 +256,53 @@ async def test_a_failed_commit_reaches_everybody_of_the_group(tmp_path: Path) ->
         await writer.close()
 
 
+async def test_a_busy_writer_lets_others_write(tmp_path: Path) -> None:
+    waits: list[float] = []
+    done = False
+
+    def others() -> None:
+        with opened(tmp_path) as second:
+            for _ in range(10):
+                start = time.monotonic()
+                with second.write() as c:
+                    c.exec_driver_sql("UPDATE tallies SET shown = shown")
+                waits.append(time.monotonic() - start)
+
+    with opened(tmp_path) as database:
+        writer = Writer(database)
+        await writer.start()
+
+        async def user(name: int) -> None:
+            i = 0
+            while not done:
+                await writer.submit(put(f"{name}-{i}"))
+                i += 1
+
+        users = [asyncio.create_task(user(name)) for name in range(16)]
+        await asyncio.to_thread(others)
+        done = True
+        await asyncio.gather(*users)
+        await writer.close()
+    assert len(waits) == 10
+    assert sum(waits) < 2.0  # single ones took up to 3 s where SQLite's own waiting was left to it
+
+
+async def test_the_lock_is_waited_for_and_then_given_up(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("onlinerl.store.database.BUSY", 0.2)
+    with opened(tmp_path) as database, opened(tmp_path) as second:
+        with (
+            database.write(),
+            pytest.raises(StoreError, match="locked by another process"),
+            second.write(),
+        ):
+            pass
+        with second.write() as c:
+            put("then")(c)
+        assert names(database) == {"then"}
+
+
 # ------------------------------------------------------------------------- killed, and without room
 
 

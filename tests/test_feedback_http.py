@@ -20,7 +20,7 @@ PREFIX, SUFFIX = "def area(r):\n    ", "\n"
 @pytest.fixture
 async def gateway(tmp_path: Path) -> AsyncIterator[Gateway]:
     async with running(tmp_path) as one:
-        one.engine.script = says("return 3.14 * r * r")  # type: ignore[assignment]
+        one.engine.script = says("return 3.14 * r * r")
         yield one
 
 
@@ -162,7 +162,7 @@ async def test_a_late_accept_finds_the_answer_that_its_timeout_was_about(gateway
 
 
 async def test_a_cut_stream_and_a_stripped_space(gateway: Gateway) -> None:
-    gateway.engine.script = says(" return 3.14 * r * r")  # type: ignore[assignment]
+    gateway.engine.script = says(" return 3.14 * r * r")
     id = await asked(gateway)
     assert (await upstream(gateway, event(completion="return 3.14", accepted=True))).json()[
         "feedback"

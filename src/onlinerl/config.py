@@ -176,6 +176,9 @@ class Train(Node):
     """Largest gradient norm."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """Where the run computes."""
+    dtype: Literal["auto", "float32", "bfloat16"] = "auto"
+    """Number format of the matrix products (weights stay float32); auto is float32 on CPU and bfloat16 on
+    CUDA. bfloat16 helps on CPUs that have it (AVX512-BF16, AMX) and is slow on others."""
     threads: Count | None = None
     """Torch threads on CPU; default is half of the cores, at least one."""
     version_every: Count = 8

@@ -44,11 +44,12 @@ from onlinerl.datasets.simulate import (
     play,
 )
 from onlinerl.datasets.users import TASTES, Act, Habits, Taste, User, similarity
-from onlinerl.errors import OnlineRLError, RunError, SettingsError
+from onlinerl.errors import Conflict, OnlineRLError, RunError, SettingsError
 from onlinerl.loop import run as runs_command
 from onlinerl.observe import configure_logging
+from onlinerl.records import VersionState
 from onlinerl.serve import Server, home_lock, running
-from onlinerl.store import interactions, runs
+from onlinerl.store import interactions, runs, versions
 from onlinerl.store.interactions import VersionCounts
 
 POLICY = "tab"
@@ -70,10 +71,16 @@ OWN = (
 )
 """What a demo leaves in its home, and the only things that the next one removes."""
 TASTE = "line"
+QWEN = "Qwen2.5-Coder-1.5B"
+"""As Continue must call its model, so that it uses the Qwen template."""
 CHARACTERS = 320
 """Prefix and suffix together: about 90 tokens, so that two cores manage the traffic and the training."""
 SPEED = 20.0
 """The developers read and pause so many times faster than people do."""
+WATCH = 0.02
+"""Seconds between two looks at which version new requests get."""
+PATIENCE = 60.0
+"""Seconds that a change of the live version may take before the demo gives up."""
 FEWEST = 20
 """Opportunities below which no interval is given."""
 Z = 1.959964
@@ -88,6 +95,8 @@ class Budget:
     """Requests on version 0 before anything is learned."""
     steps: int = 24
     """Batches of the training run."""
+    seconds: float = 400.0
+    """After so long the run is asked to stop, however many batches it has done."""
     final: int = 280
     """Requests on the last version, before and after the roll-back together."""
     rolled_back: int = 40
@@ -176,7 +185,7 @@ class Journal:
     """When the engine began to give new requests which version."""
     reports: list[Report] = field(default_factory=list)
     switches: dict[str, float] = field(default_factory=dict)
-    """Seconds from the command's end to the moment new requests got the other version."""
+    """Seconds from the switch in the store to the moment new requests got the other version."""
 
 
 # ------------------------------------------------------------------------------------- home, settings
@@ -312,8 +321,6 @@ class _Demo:
             await self._traffic(server, self.budget.baseline, advance)
         tau = await self._train(server)
         last = self._live(server)
-        if last == 0:
-            raise RunError("the run published no version; its log is in " + str(self.settings.home / "runs"))
         half = self.budget.final // 2
         with self._bar(f"version {last} serves", half) as advance:
             await self._traffic(server, half, advance)
@@ -336,11 +343,14 @@ class _Demo:
     async def _traffic(self, server: Server, requests: int, advance: Callable[[], None]) -> None:
         """Let the developers make `requests` requests in all."""
         few = requests * 3 // 20
-        native, other = Client(POLICY, temperature=1.0), Client("Qwen2.5-Coder-1.5B", temperature=1.0)
+        clients = {
+            name: Client(model, temperature=1.0, key=name)
+            for name, model in (("native", POLICY), ("continue", QWEN), ("fork", QWEN))
+        }
         shares: list[tuple[Wire, str, int, int]] = [
-            (Native(native), "native", 8, requests - 2 * few),
-            (Continue(other), "continue", 2, few),
-            (Fork(other), "fork", 2, few),
+            (Native(clients["native"]), "native", 8, requests - 2 * few),
+            (Continue(clients["continue"]), "continue", 2, few),
+            (Fork(clients["fork"]), "fork", 2, few),
         ]
 
         def watch(outcome: Outcome) -> None:
@@ -374,11 +384,16 @@ class _Demo:
         process = runs_command.start(self.settings, POLICY, max_steps=self.budget.steps, follow=True)
         try:
             with self._bar("the run learns, batches", self.budget.steps) as advance:
-                done = 0
+                done, started, asked = 0, time.perf_counter(), False
                 while process.poll() is None:
                     with server.database.read() as c:
                         waiting = interactions.counts(c, policy=POLICY).waiting
                         known = runs.list_(c, POLICY)
+                    if known and not asked and time.perf_counter() - started > self.budget.seconds:
+                        asked = True
+                        # It may have ended just now.
+                        with suppress(Conflict), server.database.write() as c:
+                            runs.wish(c, POLICY, known[-1].id, "stop")
                     for _ in range(done, known[-1].step if known else 0):
                         advance()
                         done += 1
@@ -393,12 +408,18 @@ class _Demo:
                 await asyncio.to_thread(process.wait)
         with server.database.read() as c:
             known = runs.list_(c, POLICY)
-        if process.returncode != 0 or not known:
-            reason = known[-1].message if known else "it did not even begin"
-            raise RunError(f"the training run failed ({reason}); its log is in {self.settings.home / 'runs'}")
-        self.console.print(f"run {known[-1].id}: {known[-1].message or known[-1].state}")
-        await asyncio.sleep(1.0)  # the publisher looks ten times a second; the last version needs loading
-        return known[-1].tau
+            made = [one.id for one in versions.list_(c, POLICY) if one.state is not VersionState.REJECTED]
+        where = self.settings.home / "runs"
+        if not known:
+            raise RunError(f"the training run did not even begin; its output is in {where}")
+        done_by = known[-1]
+        if max(made) == 0:
+            raise RunError(f"the run published no version ({done_by.message}); its log is in {where}")
+        self.console.print(
+            f"run {done_by.id} {done_by.state} after {done_by.step} batches: {done_by.message or 'all done'}"
+        )
+        await self._until(server, lambda live: live == max(made), f"version {max(made)} did not go live")
+        return done_by.tau
 
     async def _switch(self, server: Server, verb: str, *arguments: str) -> None:
         """`onlinerl versions VERB`, as a person would type it; waits until it has taken effect."""
@@ -412,18 +433,20 @@ class _Demo:
             env=runs_command.child_environment({}),
         )
         output, _ = await process.communicate()
-        ended = time.perf_counter()
         if process.returncode != 0:
             raise RunError(f"`onlinerl versions {verb}` failed: {output.decode(errors='replace').strip()}")
-        while self._live(server) == before:
-            if time.perf_counter() - ended > 30:
-                raise RunError(f"`onlinerl versions {verb}` did not take effect within 30 s")
-            await asyncio.sleep(0.005)
-        took = time.perf_counter() - ended
+        await self._until(
+            server, lambda live: live != before, f"`onlinerl versions {verb}` did not take effect"
+        )
+        live = self._live(server)
+        with server.database.read() as c:
+            switched = versions.get(c, POLICY, live).live_at or math.nan
+        await asyncio.sleep(2 * WATCH)  # until the watch has seen it, too
+        took = self.journal.live[-1][0] - switched
         self.journal.switches[verb] = took
         self.console.print(
-            f"`onlinerl {' '.join(command[:-2])}`: version {before} → {self._live(server)}, "
-            f"new requests got it {took:.2f} s after the command"
+            f"`onlinerl {' '.join(command[:-2])}`: version {before} → {live}, "
+            f"new requests got it {took:.2f} s after the switch"
         )
 
     async def _examine(self, server: Server, version: int, advance: Callable[[], None]) -> HeldOut:
@@ -456,7 +479,15 @@ class _Demo:
             live = server.publishers[POLICY].live
             if live is not None and (not self.journal.live or self.journal.live[-1][1] != live):
                 self.journal.live.append((time.time(), live))
-            await asyncio.sleep(0.02)
+            await asyncio.sleep(WATCH)
+
+    async def _until(self, server: Server, fits: Callable[[int], bool], otherwise: str) -> None:
+        """Wait until the version that new requests get fits."""
+        started = time.perf_counter()
+        while not fits(self._live(server)):
+            if time.perf_counter() - started > PATIENCE:
+                raise RunError(f"{otherwise} within {PATIENCE:.0f} s")
+            await asyncio.sleep(0.005)
 
     def _live(self, server: Server) -> int:
         live = server.publishers[POLICY].live

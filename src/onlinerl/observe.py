@@ -96,7 +96,6 @@ def configure_logging(json: bool | None = None, file: Path | None = None) -> Non
 
     json: JSON lines instead of coloured text; None: JSON unless the target is a terminal.
     """
-    target = sys.stderr if file is None else file.open("a", encoding="utf-8")
     if json is None:
         json = file is not None or not sys.stderr.isatty()
     shared: list[Any] = [
@@ -111,7 +110,9 @@ def configure_logging(json: bool | None = None, file: Path | None = None) -> Non
         if json
         else [structlog.dev.ConsoleRenderer(exception_formatter=structlog.dev.plain_traceback)]
     )
-    handler = logging.StreamHandler(target)
+    handler: logging.Handler = (
+        logging.StreamHandler(sys.stderr) if file is None else logging.FileHandler(file, encoding="utf-8")
+    )
     handler.setFormatter(
         structlog.stdlib.ProcessorFormatter(
             foreign_pre_chain=shared,
@@ -120,8 +121,10 @@ def configure_logging(json: bool | None = None, file: Path | None = None) -> Non
     )
     root = logging.getLogger()
     for old in root.handlers[:]:
-        root.removeHandler(old)
-        old.close()
+        # our own of an earlier call; what others hung there is theirs
+        if isinstance(old.formatter, structlog.stdlib.ProcessorFormatter):
+            root.removeHandler(old)
+            old.close()
     root.addHandler(handler)
     root.setLevel(logging.INFO)
     for noisy in ("httpx", "httpcore", "aiohttp.access", "uvicorn", "alembic"):

@@ -289,6 +289,8 @@ class Sample:
     completion: str = ""
     score: float | None = None
     retained_characters: int | None = None
+    batch: int = 0
+    """Number of the batch for which the run claimed it; 0: not claimed (the held-back share)."""
 
     @property
     def silent(self) -> bool:
@@ -428,7 +430,8 @@ EVENT_VERDICTS: Mapping[Event, Verdict] = MappingProxyType(
 """The verdict that an event carries; `shown` and `retained` carry none."""
 
 VERDICT_STRENGTH: Mapping[Verdict, int] = MappingProxyType(
-    {Verdict.SILENT: 0, Verdict.TIMEOUT: 1, Verdict.REJECTED: 2, Verdict.ACCEPTED: 3}
+    {Verdict.TIMEOUT: 1, Verdict.REJECTED: 2, Verdict.ACCEPTED: 3}
 )
 """A stronger verdict replaces a weaker one of the same answer, never the other way round: the text
-ended up in the file, whatever the client's clock said before."""
+ended up in the file, whatever the client's clock said before. Silence stands outside: the server saw it
+itself, and a verdict on an empty answer is recorded but earns nothing."""

@@ -12,6 +12,7 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 
 from onlinerl.errors import (
+    EngineFull,
     EngineUnavailable,
     Forbidden,
     OnlineRLError,
@@ -89,6 +90,8 @@ def status_of(error: OnlineRLError) -> int:
         return error.status
     if isinstance(error, RunError):
         return 409
+    if isinstance(error, EngineFull):
+        return 429
     if isinstance(error, SettingsError):
         return 400
     return 503
@@ -100,7 +103,8 @@ def error_body(error: OnlineRLError) -> dict[str, Any]:
     if isinstance(error, Forbidden):
         kind = "authentication_error" if status == 401 else "permission_error"
     else:
-        kind = "invalid_request_error" if status < 500 else "server_error"
+        kinds = {429: "rate_limit_error", 500: "server_error", 503: "server_error"}
+        kind = kinds.get(status, "invalid_request_error")
     return {
         "error": {
             "message": str(error),

@@ -52,6 +52,8 @@ class Codec:
     """Ids are smaller than this."""
     hidden: frozenset[int]
     """Special tokens: sampled and recorded, never shown."""
+    longest: int
+    """Characters of the longest token: what bounds a text that fits into the context."""
     added: dict[str, int]
     """Added tokens, special or not, by their text."""
     _bytes: tuple[bytes, ...] | None = field(repr=False)
@@ -100,6 +102,7 @@ class Codec:
             context=context,
             size=size if isinstance(size, int) and size > 0 else known,
             hidden=frozenset(hidden | set(eos)),
+            longest=max(map(len, tokenizer.get_vocab(with_added_tokens=True)), default=1),
             added={token.content: id for id, token in added.items()},
             _bytes=_byte_table(tokenizer, {id: token.content for id, token in added.items()}),
         )
@@ -208,9 +211,8 @@ def _read(file: Path) -> dict[str, Any]:
 
 def _byte_table(tokenizer: Tokenizer, added: dict[int, str]) -> tuple[bytes, ...] | None:
     """Bytes of each id when the decoder is ByteLevel alone, else None."""
-    if json.loads(tokenizer.to_str()).get("decoder", {}) is None:
-        return None
-    if (json.loads(tokenizer.to_str())["decoder"] or {}).get("type") != "ByteLevel":
+    decoder = json.loads(tokenizer.to_str()).get("decoder")
+    if not decoder or decoder.get("type") != "ByteLevel":
         return None
     alphabet = _byte_alphabet()
     vocabulary = tokenizer.get_vocab(with_added_tokens=True)

@@ -34,8 +34,8 @@ STOP_LENGTH = 256
 """Most characters of a stop string."""
 _THREAD = 20_000
 """Prompts of more characters are tokenised in a thread, so that they delay nobody's tokens."""
-_LONGEST_TOKEN = 4096
-"""No vocabulary has a token of more characters; a prompt of more than context x this cannot fit."""
+_SHRINKING = 4
+"""Normalisers (NFC, spaces) may make a text so many times shorter before it is cut into tokens."""
 
 HARMLESS: dict[str, Callable[[Any], bool]] = {
     "frequency_penalty": lambda value: value == 0,
@@ -491,7 +491,8 @@ async def _text_prompt(service: Service, text: str, suffix: str | None) -> Promp
         text = service.template.render(text, suffix)
     elif not text:
         raise RequestError("prompt is empty: give at least one token", parameter="prompt")
-    if len(text) > service.context * _LONGEST_TOKEN:
+    if len(text) > service.context * service.codec.longest * _SHRINKING:
+        # no need to tokenise it to know that
         raise RequestError(
             f"the prompt has {len(text)} characters, far beyond the context of {service.context} tokens",
             parameter="prompt",

@@ -87,6 +87,7 @@ class FeedbackRoutes:
         self._services = services
         self._writer = writer
         self._limit = body_limit
+        self._first = next(iter(services.by_name), "")
 
     async def native(self, request: Request) -> Response:
         """POST /v1/feedback."""
@@ -133,29 +134,37 @@ class FeedbackRoutes:
 
     def _join_and_record(self, feedback: Feedback, count: bool, connection: Connection) -> Recorded:
         """Find the interaction and keep the feedback, in the writer's transaction."""
+        if feedback.id is not None:
+            return self._record_by_id(connection, feedback, count)
         found, by, displayed = self._find(connection, feedback)
-        service = self._services.by_name.get(found.policy) if found else None
-        settings = service or next(iter(self._services.by_name.values()))
         if found is not None and displayed is not None:
             # As the store knows it: a beginning of what was served. The client's own text is in the payload.
             feedback = replace(feedback, displayed_text=found.completion[:displayed])
-        status = feedback_store.record(
-            connection,
-            feedback,
-            (found.id, found.index) if found else None,
-            deadline=settings.settings.joins.deadline,
-        )
-        waiting = interactions.counts(connection, policy=found.policy).waiting if count and found else 0
-        return Recorded(status, by, waiting)
+        policy = found.policy if found else self._first
+        match = (found.id, found.index) if found else None
+        status = feedback_store.record(connection, feedback, match, deadline=self._deadline(policy))
+        return Recorded(status, by, self._waiting(connection, policy) if count and found else 0)
+
+    def _record_by_id(self, connection: Connection, feedback: Feedback, count: bool) -> Recorded:
+        policy = self._first
+        if len(self._services.by_name) > 1 and feedback.id is not None:
+            named = interactions.get(connection, feedback.id, feedback.index)
+            policy = named.policy if named else policy
+        status = feedback_store.record(connection, feedback, None, deadline=self._deadline(policy))
+        found = status is not FeedbackStatus.UNMATCHED
+        waiting = self._waiting(connection, policy) if count and found else 0
+        return Recorded(status, "id" if found else "none", waiting)
+
+    def _deadline(self, policy: str) -> float:
+        service = self._services.by_name.get(policy)
+        # one that is no longer served has no settings of its own
+        return (service or self._services.by_name[self._first]).settings.joins.deadline
+
+    def _waiting(self, connection: Connection, policy: str) -> int:
+        return interactions.counts(connection, policy=policy).waiting
 
     def _find(self, connection: Connection, feedback: Feedback) -> tuple[Interaction | None, str, int | None]:
         """(interaction, how it was found, characters displayed)."""
-        if feedback.id is not None:
-            found = interactions.get(connection, feedback.id, feedback.index)
-            if found is None or found.project != feedback.project:
-                return None, "none", None
-            text = feedback.displayed_text
-            return found, "id", joins.displayed(found.completion, text) if text else None
         if feedback.client_id:
             earlier = feedback_store.matched_before(
                 connection, project=feedback.project, client_id=feedback.client_id
@@ -164,6 +173,7 @@ class FeedbackRoutes:
             if found is not None:
                 text = feedback.displayed_text
                 displayed = joins.displayed(found.completion, text) if text else None
+                # the id is the client's: it must at least be about the same text
                 if text is None or displayed is not None or text in found.completion:
                     return found, "client", displayed
         match = self._match(connection, feedback)

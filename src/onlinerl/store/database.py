@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import queue
+import random
 import sqlite3
 import threading
 import time
@@ -28,6 +29,8 @@ HEAD = "0001"
 """The newest migration; a test holds it against the files."""
 GROUP = 512
 """Most operations in one transaction of the Writer: bounds how long the first of them waits."""
+GAP = 0.001
+"""Seconds that a busy Writer leaves between two transactions, so that other processes can write too."""
 
 
 class Database:
@@ -39,8 +42,8 @@ class Database:
     def __init__(self, url: sa.URL) -> None:
         self.url = url
         # Readers get connections that cannot write: a read that writes is a fault, and says so.
-        self._readers = _engine(url, begin="BEGIN", read_only=True)
-        self._writers = _engine(url, begin="BEGIN IMMEDIATE", read_only=False)
+        self._readers = _engine(url, _begin_snapshot, read_only=True)
+        self._writers = _engine(url, _begin_writing, read_only=False)
 
     @classmethod
     def open(cls, url: str) -> Database:
@@ -145,7 +148,7 @@ def migrate(connection: Connection, revision: str = "head") -> None:
     command.upgrade(settings, revision)
 
 
-def _engine(url: sa.URL, *, begin: str, read_only: bool) -> sa.Engine:
+def _engine(url: sa.URL, begin: Callable[[sqlite3.Connection], None], *, read_only: bool) -> sa.Engine:
     engine = sa.create_engine(
         url,
         connect_args={"timeout": BUSY},
@@ -170,9 +173,30 @@ def _engine(url: sa.URL, *, begin: str, read_only: bool) -> sa.Engine:
 
     @sa.event.listens_for(engine, "begin")
     def _begin(connection: Connection) -> None:
-        connection.exec_driver_sql(begin)
+        driver = connection.connection.driver_connection
+        if not isinstance(driver, sqlite3.Connection):
+            raise AssertionError(f"{driver!r} is no SQLite connection")
+        begin(driver)
 
     return engine
+
+
+def _begin_snapshot(connection: sqlite3.Connection) -> None:
+    connection.execute("BEGIN").close()
+
+
+def _begin_writing(connection: sqlite3.Connection) -> None:
+    """Wait for the write lock. SQLite's own waiting looks at it every 100 ms in the end, and so finds the
+    short gaps of a busy writer by luck alone: seconds, measured. This one looks every millisecond or two."""
+    deadline = time.monotonic() + BUSY
+    while True:
+        try:
+            connection.execute("BEGIN IMMEDIATE").close()
+            return
+        except sqlite3.OperationalError as error:
+            if "locked" not in str(error) or time.monotonic() > deadline:
+                raise
+        time.sleep(random.uniform(0.0005, 0.002))
 
 
 @contextmanager
@@ -283,6 +307,8 @@ class Writer:
                     break
             if group:
                 _answer(self._commit(group))
+                if not self._queue.empty():
+                    time.sleep(GAP)
 
     def _commit(self, group: list[_Waiting]) -> list[_Outcome]:
         outcomes: list[_Outcome] = []

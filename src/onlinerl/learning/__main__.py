@@ -1,0 +1,44 @@
+"""`python -m onlinerl.learning --policy P [--max-steps N] [--follow]`: one run, in a process of its own.
+
+The settings come as JSON in the environment variable ONLINERL_SETTINGS (the defaults without it), so that
+whoever starts a run needs neither torch nor a file. Exit codes: 0 ended, 1 failed, 2 wrong settings.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+
+import click
+from pydantic import ValidationError
+
+from onlinerl.config import Settings
+from onlinerl.errors import OnlineRLError, SettingsError
+
+
+@click.command()
+@click.option("--policy", required=True, help="The policy to train.")
+@click.option("--max-steps", type=click.IntRange(min=1), help="End after so many batches.")
+@click.option("--follow", is_flag=True, help="Keep going as feedback arrives.")
+def main(policy: str, max_steps: int | None, follow: bool) -> None:
+    """Run one training run."""
+    try:
+        settings = Settings.model_validate_json(os.environ.get("ONLINERL_SETTINGS", "{}"))
+    except ValidationError as error:
+        click.echo(f"error: ONLINERL_SETTINGS: {error}", err=True)
+        sys.exit(2)
+    from onlinerl.learning.run import train  # torch takes seconds: wrong settings should not
+
+    try:
+        run = train(settings, policy, max_steps=max_steps, follow=follow)
+    except SettingsError as error:
+        click.echo(f"error: {error}", err=True)
+        sys.exit(2)
+    except OnlineRLError as error:
+        click.echo(f"error: {error}", err=True)
+        sys.exit(1)
+    click.echo(f"run {run.id} of {policy}: {run.state} after {run.step} steps: {run.message}")
+
+
+if __name__ == "__main__":
+    main()

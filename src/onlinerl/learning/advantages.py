@@ -1,0 +1,167 @@
+"""How much better an answer was than what one could expect at its request (ALGORITHMS 4).
+
+The expectation is a running mean per context bucket, shrunk towards the bucket above it:
+
+    policy → language → single or multi line (as asked) → user
+
+A bucket keeps decayed counts of accepts, rejects and silences, not a mean: τ may change between runs, and
+the mean is recomputed with the current one. Beta(α, β) with forgetting as in SPO (arXiv 2509.13232), with
+silence as a third outcome. It is read before the batch enters it, and it knows only what was known at the
+request, so that it depends on no action and adds no bias.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from onlinerl.learning.rewards import RewardTable
+from onlinerl.records import Sample, Scored, Verdict
+
+PRIOR = 8.0
+"""Samples that the bucket above is worth: with so many of its own a bucket's mean is half its own."""
+STALE_MARGIN = 0.05
+"""By how much the baseline lies below the mean for each version of staleness, at most twice that:
+with old data, pushing up what was good is safer than pushing down what was bad (AsymRE, 2506.20520)."""
+SMALLEST_STD = 0.1
+"""A batch whose advantages vary less than this is not blown up."""
+FORGOTTEN = 1e-3
+"""A bucket with a smaller count than this is dropped from the state."""
+
+
+@dataclass(slots=True)
+class Counts:
+    """Decayed outcomes of a bucket. `other` and `score` hold samples that came with a number of their own."""
+
+    accepted: float = 0.0
+    rejected: float = 0.0
+    silent: float = 0.0
+    bonus: float = 0.0
+    """Sum of retention bonuses."""
+    other: float = 0.0
+    score: float = 0.0
+
+    @property
+    def total(self) -> float:
+        """Decayed number of samples."""
+        return self.accepted + self.rejected + self.silent + self.other
+
+    def reward(self, tau: float) -> float:
+        """Sum of the rewards that these outcomes have under τ."""
+        return self.accepted * (1.0 - tau) - self.rejected * tau + self.bonus + self.score
+
+
+class Baseline:
+    """Expected reward by context. `state` and `restore` carry it through checkpoints and runs."""
+
+    def __init__(self, decay: float = 0.99, prior: float = PRIOR) -> None:
+        self.decay = decay
+        self.prior = prior
+        self._buckets: dict[str, Counts] = {}
+
+    @staticmethod
+    def path(sample: Sample) -> tuple[str, ...]:
+        """Names of the buckets that a sample belongs to, from the widest to the narrowest.
+
+        >>> from types import SimpleNamespace
+        >>> Baseline.path(SimpleNamespace(language="python", multiline=False, user="u1"))
+        ('', 'python', 'python/single', 'python/single/u1')
+        """
+        language = sample.language or "-"
+        lines = f"{language}/{'multi' if sample.multiline else 'single'}"
+        return ("", language, lines, f"{lines}/{sample.user or '-'}")
+
+    def mean(self, sample: Sample, tau: float) -> float:
+        """Expected reward at the sample's request, under τ.
+
+        m_k = (Σ rewards of bucket k + prior·m_(k−1)) / (n_k + prior), and m above the widest bucket is 0,
+        the reward of silence.
+        """
+        mean = 0.0
+        for name in self.path(sample):
+            counts = self._buckets.get(name)
+            if counts is not None:
+                mean = (counts.reward(tau) + self.prior * mean) / (counts.total + self.prior)
+        return mean
+
+    @property
+    def silent(self) -> float:
+        """Decayed number of silent samples that it has seen."""
+        widest = self._buckets.get("")
+        return 0.0 if widest is None else widest.silent
+
+    def update(self, samples: Iterable[Scored], table: RewardTable) -> None:
+        """Let a batch in: forget a little, then count.
+
+        A timeout of weight w counts as w rejects and 1−w silences, so that the mean of the counts is the
+        mean of the rewards.
+        """
+        for name, counts in list(self._buckets.items()):
+            for field in ("accepted", "rejected", "silent", "bonus", "other", "score"):
+                setattr(counts, field, getattr(counts, field) * self.decay)
+            if counts.total < FORGOTTEN:
+                del self._buckets[name]
+        for scored in samples:
+            sample = scored.sample
+            for name in self.path(sample):
+                counts = self._buckets.setdefault(name, Counts())
+                if sample.score is not None:
+                    counts.other += 1.0
+                    counts.score += scored.reward
+                elif sample.verdict is Verdict.ACCEPTED:
+                    counts.accepted += 1.0
+                    counts.bonus += scored.parts.get("retained", 0.0)
+                else:
+                    rejection = table.rejection(sample.verdict, sample.verdict_source)
+                    counts.rejected += rejection
+                    counts.silent += 1.0 - rejection
+
+    def state(self) -> dict[str, Any]:
+        """JSON-able."""
+        fields = Counts.__slots__
+        return {name: {field: getattr(c, field) for field in fields} for name, c in self._buckets.items()}
+
+    def restore(self, state: Mapping[str, Mapping[str, float]]) -> None:
+        """Become what `state` says."""
+        self._buckets = {name: Counts(**counts) for name, counts in state.items()}
+
+
+def margin(staleness: int) -> float:
+    """What is taken off the baseline for a sample that is so many versions old."""
+    return STALE_MARGIN * min(max(staleness, 0), 2)
+
+
+def advantages(
+    batch: Sequence[Scored],
+    *,
+    mode: str,
+    baseline: Baseline,
+    table: RewardTable,
+    staleness: Sequence[int],
+    limit: float,
+    silent_expected: bool,
+) -> list[float]:
+    """One number a sample.
+
+    `raw`: the reward itself, the seed's setting (its Monte-Carlo return of one step).
+
+    `baseline`: A = r − (mean of its buckets − margin(staleness)), then A / max(std, 0.1), clipped to
+    ±`limit`; std is that of the batch (population), and the batch's own mean is never taken off. Where the
+    policy was silent at times (`silent_expected`) but neither the batch nor the baseline's memory holds a
+    silent row, nothing is taken off at all: a mean over shown answers alone would make the average shown
+    answer worth 0, as much as silence, whatever τ says.
+    """
+    rewards = [scored.reward for scored in batch]
+    if mode == "raw":
+        return rewards
+    lacks_silent = silent_expected and baseline.silent == 0.0 and not any(s.sample.silent for s in batch)
+    raw = [
+        reward - (0.0 if lacks_silent else baseline.mean(scored.sample, table.tau) - margin(stale))
+        for reward, scored, stale in zip(rewards, batch, staleness, strict=True)
+    ]
+    mean = sum(raw) / max(1, len(raw))
+    std = math.sqrt(sum((a - mean) ** 2 for a in raw) / max(1, len(raw)))
+    scale = max(std, SMALLEST_STD)
+    return [max(-limit, min(limit, a / scale)) for a in raw]

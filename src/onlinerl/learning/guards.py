@@ -1,0 +1,121 @@
+"""Bands that every step must keep (ALGORITHMS 7). Pure: numbers in, GuardTripped out."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Mapping
+from typing import Any
+
+from onlinerl import config
+from onlinerl.errors import GuardTripped
+from onlinerl.learning.losses import next_multiplier
+
+ENOUGH = 8
+"""Samples from which on a batch's means are judged; the last batch of a run may be smaller."""
+WARM = 5
+"""Gradient norms seen before their median says anything."""
+MEMORY = 50
+"""Gradient norms that the median is taken of."""
+
+
+class Bands:
+    """The guards and the show rate's multiplier, with what they remember of the run's start."""
+
+    def __init__(self, guards: config.Guards, silence: config.Silence) -> None:
+        self.guards = guards
+        self.silence = silence
+        self.entropy: float | None = None
+        """Mean entropy per token in the run's first batch."""
+        self.length: float | None = None
+        """Mean tokens of an answer with text in the run's first batch."""
+        self.norms: list[float] = []
+        self.multiplier = 0.0
+        """λ of the show rate's floor."""
+        self.violations = 0
+        """Batches in a row with a show rate under the floor."""
+
+    def gradient(self, norm: float, loss: float) -> None:
+        """Before an optimiser step. A NaN must not reach the weights."""
+        if not math.isfinite(loss) or not math.isfinite(norm):
+            raise GuardTripped(
+                f"the loss ({loss:g}) or the gradient norm ({norm:g}) is not a number: nothing was written"
+            )
+        if len(self.norms) >= WARM:
+            median = statistics.median(self.norms)
+            if norm > self.guards.gradient * max(median, 1e-6):
+                raise GuardTripped(
+                    f"guards.gradient: the gradient norm {norm:.3g} is above {self.guards.gradient:g} times "
+                    f"its running median {median:.3g}"
+                )
+        self.norms = [*self.norms[1 - MEMORY :], norm]
+
+    def batch(self, numbers: Mapping[str, float], samples: int) -> None:
+        """After a batch. Uses kl, entropy, length (absent: not judged) and clip_fraction of `numbers`.
+
+        A number that is none trips always; means of fewer than ENOUGH samples do not.
+        """
+        for name, value in numbers.items():
+            if not math.isfinite(value):
+                raise GuardTripped(f"{name} is not a number ({value}): nothing was written")
+        length = numbers.get("length")
+        if samples < ENOUGH:
+            return
+        if self.entropy is None:
+            self.entropy = numbers["entropy"]
+        if self.length is None and length:
+            self.length = length
+        guards = self.guards
+        if numbers["kl"] > guards.kl:
+            raise GuardTripped(
+                f"guards.kl: the KL per token to the run's start is {numbers['kl']:.3g}, above {guards.kl:g}"
+            )
+        if numbers["entropy"] < guards.entropy * self.entropy:
+            raise GuardTripped(
+                f"guards.entropy: the entropy per token is {numbers['entropy']:.3g}, under "
+                f"{guards.entropy:g} times that of the run's start, {self.entropy:.3g}"
+            )
+        if length and self.length:
+            if length < guards.length_low * self.length:
+                raise GuardTripped(
+                    f"guards.length_low: answers have {length:.1f} tokens, under {guards.length_low:g} times "
+                    f"those of the run's start, {self.length:.1f}"
+                )
+            if length > guards.length_high * self.length:
+                raise GuardTripped(
+                    f"guards.length_high: answers have {length:.1f} tokens, above "
+                    f"{guards.length_high:g} times those of the run's start, {self.length:.1f}"
+                )
+        if numbers.get("clip_fraction", 0.0) > guards.clip_fraction:
+            raise GuardTripped(
+                f"guards.clip_fraction: {numbers['clip_fraction']:.2f} of the tokens were clipped, above "
+                f"{guards.clip_fraction:g}"
+            )
+
+    def show(self, show: float, floor: float) -> None:
+        """After a batch: its show rate and the floor on the same prompts. Moves λ; halts after `patience`."""
+        self.multiplier = next_multiplier(self.multiplier, show, floor, self.silence.step)
+        self.violations = self.violations + 1 if show < floor else 0
+        if self.violations >= self.silence.patience:
+            raise GuardTripped(
+                f"silence.floor: the show rate was under its floor in {self.violations} batches in a row "
+                f"(now {show:.2f}, floor {floor:.2f})"
+            )
+
+    def state(self) -> dict[str, Any]:
+        """JSON-able."""
+        return {
+            "entropy": self.entropy,
+            "length": self.length,
+            "norms": self.norms,
+            "multiplier": self.multiplier,
+            "violations": self.violations,
+        }
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Become what `state` says."""
+        self.entropy = state["entropy"]
+        self.length = state["length"]
+        self.norms = list(state["norms"])
+        self.multiplier = state["multiplier"]
+        self.violations = state["violations"]

@@ -1,0 +1,366 @@
+"""The arithmetic of a batch: from scored samples to new weights and the numbers that describe the step."""
+
+from __future__ import annotations
+
+import itertools
+import random
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+import torch
+from torch import Tensor
+
+from onlinerl import config
+from onlinerl.learning import losses
+from onlinerl.learning.batches import Pack, PolicyModel, Scores, length, microbatches, pack
+from onlinerl.learning.guards import Bands
+from onlinerl.learning.losses import LossSettings
+from onlinerl.records import Sample, Scored
+
+TRUSTED = 0.02
+"""Mean |log π_trainer − log π_engine| per token up to which the engine's numbers are the trainer's own, so
+that an answer sampled from the run's parent need not be scored under the parent again. fp32 on both sides
+differs by 1e-5, bf16 by 1e-2; an int8 engine fails, and then the parent is asked."""
+
+
+@dataclass(slots=True)
+class Part:
+    """One microbatch of a batch, with what stays the same while the batch is trained on. All [K] tensors
+    are in the order of the pack's judged tokens."""
+
+    pack: Pack
+    behaviour: Tensor
+    advantage: Tensor
+    prox: Tensor | None = None
+    """π_prox: set by the first forward pass, before any step of the batch changes the weights."""
+    reference: Tensor | None = None
+    show: Tensor | None = None
+    """[n], as of the last forward pass."""
+
+
+@dataclass(slots=True)
+class Totals:
+    """Sums over a batch, for its metrics."""
+
+    values: dict[str, float] = field(default_factory=dict)
+
+    def add(self, name: str, value: float | Tensor) -> None:
+        """Add to a sum."""
+        self.values[name] = self.values.get(name, 0.0) + float(value)
+
+    def get(self, name: str) -> float:
+        """A sum."""
+        return self.values.get(name, 0.0)
+
+
+class Learner:
+    """Holds the weights in training, their optimiser, and (only when needed) the models to compare with.
+
+    `parent` and `holdout` make the run's parent version and the first version when they are first asked
+    for: many batches need neither.
+    """
+
+    def __init__(
+        self,
+        policy: PolicyModel,
+        train: config.Train,
+        *,
+        parent_version: int,
+        parent: Callable[[], PolicyModel],
+        holdout: Callable[[], PolicyModel],
+    ) -> None:
+        self.policy = policy
+        self.train = train
+        self.settings = LossSettings.of(train)
+        self.parent_version = parent_version
+        self._make_parent = parent
+        self._make_holdout = holdout
+        self._parent: PolicyModel | None = None
+        self._holdout: PolicyModel | None = None
+        self.moved = False
+        """False while the weights are still the parent's."""
+        self.trusted: bool | None = None
+        """Whether the engine's log-probabilities are as good as the trainer's; None: not measured yet."""
+        self.parameters = policy.parameters()
+        self.optimizer = torch.optim.AdamW(
+            list(self.parameters.values()),
+            lr=train.lr,
+            betas=(
+                0.9,
+                0.95,
+            ),  # rewards change what is right within a few dozen steps; 0.999 remembers longer
+            weight_decay=train.weight_decay,
+            fused=True,
+        )
+
+    # ------------------------------------------------------------------------------------ one batch
+
+    def step(
+        self, batch: Sequence[Scored], advantage: Sequence[float], bands: Bands, number: int
+    ) -> dict[str, float]:
+        """Train on a batch: 1–4 optimiser steps. Returns its metrics.
+
+        Raises GuardTripped as soon as something leaves its band; the weights may then have moved and must
+        not be used any more (a NaN never reaches them).
+        """
+        samples = [scored.sample for scored in batch]
+        minibatches = self._plan(samples, advantage, number)
+        totals = Totals()
+        self._prepare(minibatches, samples)
+        for parts in minibatches:
+            if not self._minibatch(parts, bands, totals):
+                # A first forward pass found sequences to leave out, so the denominator was wrong.
+                self._minibatch(parts, bands, totals)
+        if not self.moved:
+            self._measure_trust([part for parts in minibatches for part in parts], samples)
+            self.moved = True
+        show = torch.cat([p.show for parts in minibatches for p in parts if p.show is not None]).mean().item()
+        numbers = self._metrics(totals, batch, show)
+        bands.batch(
+            {name: numbers[name] for name in ("kl", "entropy", "clip_fraction", "length") if name in numbers},
+            len(batch),
+        )
+        if self.settings.show:
+            numbers |= self._silence(show, samples, bands)
+        return numbers
+
+    def inspect(self, samples: Sequence[Sample], bands: Bands) -> dict[str, float]:
+        """Judge the weights as they are now, before they become a version; raises GuardTripped."""
+        if not all(bool(torch.isfinite(p).all()) for p in self.parameters.values()):
+            bands.batch({"weights": float("nan")}, len(samples))
+        totals = Totals()
+        for part in self._parts(samples, range(len(samples)), [0.0] * len(samples)):
+            scores = self._score(self.policy, part)
+            totals.add("tokens", scores.logprobs.numel())
+            totals.add("entropy", scores.entropy.sum())
+            reference = self._reference(part, samples, scores.logprobs)
+            totals.add("kl", losses.divergence(scores.logprobs, reference, part.behaviour).sum())
+        tokens = max(1.0, totals.get("tokens"))
+        numbers = {"kl": totals.get("kl") / tokens, "entropy": totals.get("entropy") / tokens}
+        bands.batch(numbers, len(samples))
+        return numbers
+
+    def reward(self, held: Sequence[Scored]) -> tuple[float, float]:
+        """The current policy's mean reward on held-back feedback, and the estimate's ESS / n."""
+        samples = [scored.sample for scored in held]
+        ratio = torch.zeros(len(held), dtype=torch.float64)
+        for part in self._parts(samples, range(len(samples)), [0.0] * len(samples)):
+            scores = self._score(self.policy, part)
+            difference = (scores.logprobs - part.behaviour).double().cpu()
+            places = torch.tensor(part.pack.samples)[part.pack.sequence.cpu()]
+            ratio.index_add_(0, places, difference)
+        return losses.self_normalised_reward(ratio, torch.tensor([scored.reward for scored in held]))
+
+    # ---------------------------------------------------------------------------------------- pieces
+
+    def _plan(self, samples: Sequence[Sample], advantage: Sequence[float], number: int) -> list[list[Part]]:
+        order = list(range(len(samples)))
+        random.Random(f"{self.train.seed}/{number}").shuffle(order)
+        count = min(self.train.minibatches, len(order))
+        bounds = [len(order) * place // count for place in range(count + 1)]
+        return [
+            list(self._parts(samples, order[start:stop], advantage))
+            for start, stop in itertools.pairwise(bounds)
+        ]
+
+    def _parts(
+        self, samples: Sequence[Sample], places: Iterable[int], advantage: Sequence[float]
+    ) -> Iterable[Part]:
+        chosen = list(places)
+        for group in microbatches([length(samples[place]) for place in chosen], self.train.microbatch):
+            made = pack(
+                samples, [chosen[one] for one in group], self.policy.device, padded=self.policy.padded
+            )
+            behaviour = [
+                samples[place].behavior_logprobs[token]
+                for place, tokens in zip(made.samples, made.tokens, strict=True)
+                for token in tokens
+            ]
+            weights = torch.tensor([advantage[place] for place in made.samples]).to(self.policy.device)
+            yield Part(
+                pack=made,
+                behaviour=torch.tensor(behaviour, dtype=torch.float32).to(self.policy.device),
+                advantage=weights[made.sequence],
+            )
+
+    @staticmethod
+    @torch.no_grad()
+    def _score(model: PolicyModel, part: Part) -> Scores:
+        scores = model.score(part.pack)
+        part.show = scores.show
+        return scores
+
+    def _prepare(self, minibatches: Sequence[Sequence[Part]], samples: Sequence[Sample]) -> None:
+        """π_prox and the reference for all but the first minibatch, which gets them from its own training
+        pass: before its step the weights are those of the batch's start."""
+        for parts in minibatches[1:]:
+            for part in parts:
+                part.prox = self._score(self.policy, part).logprobs
+        for parts in minibatches:
+            for part in parts:
+                if self.moved:
+                    part.reference = self._reference(part, samples, None)
+                elif part.prox is not None:
+                    part.reference = part.prox
+
+    def _measure_trust(self, parts: Sequence[Part], samples: Sequence[Sample]) -> None:
+        """In a run's first batch π_prox is the parent: hold it against what the engine said of the parent."""
+        differences = [
+            (part.prox - part.behaviour)[self._from_parent(part, samples)].abs()
+            for part in parts
+            if part.prox is not None
+        ]
+        if differences and sum(d.numel() for d in differences):
+            self.trusted = bool(torch.cat(differences).mean().item() < TRUSTED)
+
+    def _from_parent(self, part: Part, samples: Sequence[Sample]) -> Tensor:
+        """Which judged tokens were sampled from the run's parent, unchanged by top-p: bool [K]."""
+        own = [
+            samples[place].version == self.parent_version and samples[place].top_p == 1.0
+            for place in part.pack.samples
+        ]
+        return torch.tensor(own, device=self.policy.device)[part.pack.sequence]
+
+    def _reference(self, part: Part, samples: Sequence[Sample], policy: Tensor | None) -> Tensor:
+        """log π_parent of the judged tokens, [K]."""
+        if not self.moved and policy is not None:
+            return policy
+        if self.trusted and bool(self._from_parent(part, samples).all()):
+            return part.behaviour
+        if self._parent is None:
+            self._parent = self._make_parent()
+        with torch.no_grad():
+            return self._parent.score(part.pack).logprobs
+
+    def _minibatch(self, parts: Sequence[Part], bands: Bands, totals: Totals) -> bool:
+        """One optimiser step. False: nothing was done, since the first look at π_prox changed which
+        sequences count; call again."""
+        settings = self.settings
+        known = all(part.prox is not None for part in parts)
+        keeps = [self._keep(part) for part in parts]
+        tokens = sum(int(keep.sum()) for keep in keeps)
+        prompts = sum(len(part.pack.samples) for part in parts)
+        self.optimizer.zero_grad(set_to_none=True)
+        sums: list[losses.Sums] = []
+        value = 0.0
+        for part, keep in zip(parts, keeps, strict=True):
+            scores = self.policy.score(part.pack)
+            part.show = scores.show.detach()
+            if part.prox is None:
+                part.prox = scores.logprobs.detach()
+                if not self.moved and part.reference is None:
+                    part.reference = part.prox
+            assert part.reference is not None
+            one = losses.policy_loss(
+                scores.logprobs,
+                part.prox,
+                part.behaviour,
+                part.reference,
+                part.advantage,
+                scores.entropy,
+                keep,
+                settings,
+            )
+            sums.append(one)
+            loss = one.loss / max(1, tokens)
+            if settings.show and bands.multiplier:
+                # The floor moves the value, not the gradient; `show` reports how far it is.
+                loss = loss + losses.show_term(scores.show, prompts, 0.0, bands.multiplier)
+            value += loss.item()
+            torch.autograd.backward(loss)
+        if not known and any(not torch.equal(self._keep(p), k) for p, k in zip(parts, keeps, strict=True)):
+            return False
+        norm = torch.nn.utils.clip_grad_norm_(list(self.parameters.values()), self.train.gradient_clip).item()
+        bands.gradient(norm, value)
+        self.optimizer.step()
+        totals.add("steps", 1)
+        totals.add("loss", value)
+        totals.add("norm", norm)
+        for keep in keeps:
+            totals.add("vetoed", int((~keep).sum()))
+        for one in sums:
+            for name in (
+                "tokens",
+                "clipped",
+                "weight",
+                "weight_squared",
+                "kl_reference",
+                "kl_behaviour",
+                "entropy",
+            ):
+                totals.add(name, getattr(one, name))
+        return True
+
+    def _keep(self, part: Part) -> Tensor:
+        """Judged tokens whose sequence is not vetoed; all of them while π_prox is unknown."""
+        if part.prox is None or self.settings.veto <= 0:
+            return torch.ones_like(part.behaviour, dtype=torch.bool)
+        return ~losses.vetoed(
+            part.prox, part.behaviour, part.pack.sequence, len(part.pack.samples), self.settings.veto
+        )
+
+    def _silence(self, show: float, samples: Sequence[Sample], bands: Bands) -> dict[str, float]:
+        """The show rate against its floor, which is a share of the first version's on the same prompts.
+
+        The first version is asked only when it can matter: no show rate of it exceeds 1, so a policy that
+        shows at least `floor` of the time is above the floor whatever the first version did.
+        """
+        share = bands.silence.floor
+        if share <= 0 or (show >= share and bands.multiplier == 0.0):
+            bands.violations = 0
+            return {"multiplier": bands.multiplier}
+        if self._holdout is None:
+            self._holdout = self._make_holdout()
+        prompts = [replace(s, loss_mask=(False,) * len(s.loss_mask)) for s in samples]
+        shows = [
+            self._score(self._holdout, part).show
+            for part in self._parts(prompts, range(len(prompts)), [0.0] * len(prompts))
+        ]
+        floor = share * torch.cat(shows).mean().item()
+        bands.show(show, floor)
+        return {"multiplier": bands.multiplier, "show_floor": floor, "violations": float(bands.violations)}
+
+    def _metrics(self, totals: Totals, batch: Sequence[Scored], show: float) -> dict[str, float]:
+        tokens = max(1.0, totals.get("tokens"))
+        steps = max(1.0, totals.get("steps"))
+        rewards = [scored.reward for scored in batch]
+        shown = [scored.sample for scored in batch if not scored.sample.silent]
+        numbers = {
+            "loss": totals.get("loss") / steps,
+            "gradient_norm": totals.get("norm") / steps,
+            "kl": totals.get("kl_reference") / tokens,
+            "kl_behaviour": totals.get("kl_behaviour") / tokens,
+            "entropy": totals.get("entropy") / tokens,
+            "clip_fraction": totals.get("clipped") / tokens,
+            "ess": losses.effective_sample_size(totals.get("weight"), totals.get("weight_squared"), tokens),
+            "tokens": totals.get("tokens"),
+            "vetoed": totals.get("vetoed"),
+            "masked": float(sum(len(s.sample.loss_mask) - sum(s.sample.loss_mask) for s in batch)),
+            "reward": sum(rewards) / len(rewards),
+            "show": show,
+            "silent": 1.0 - len(shown) / len(batch),
+        }
+        if shown:
+            numbers["length"] = sum(len(sample.completion_ids) for sample in shown) / len(shown)
+        for name in sorted({part for scored in batch for part in scored.parts}):
+            numbers[f"reward/{name}"] = sum(scored.parts.get(name, 0.0) for scored in batch) / len(batch)
+        return numbers
+
+    # ----------------------------------------------------------------------------------------- state
+
+    def optimizer_state(self) -> dict[str, Tensor]:
+        """Moments by `{parameter}/{moment}`; empty before the first step."""
+        tensors: dict[str, Tensor] = {}
+        for name, parameter in self.parameters.items():
+            for key, value in self.optimizer.state.get(parameter, {}).items():
+                tensors[f"{name}/{key}"] = value
+        return tensors
+
+    def restore_optimizer(self, tensors: Mapping[str, Tensor]) -> None:
+        """Take moments over; those of parameters that do not exist or have another shape are an error
+        of the caller (KeyError)."""
+        for key, tensor in tensors.items():
+            name, _, moment = key.rpartition("/")
+            parameter = self.parameters[name]
+            device = parameter.device
+            self.optimizer.state[parameter][moment] = tensor.to(device)

@@ -1,0 +1,77 @@
+"""What a run leaves behind for people: log.jsonl, TensorBoard, a progress bar. No prompts, no answers."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import sys
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
+from torch.utils.tensorboard import SummaryWriter
+
+
+class RunLog:
+    """Writes into a run's folder, appending when a run is resumed.
+
+    `log.jsonl` has one object a line with `event` and `at`: start, resume (what follows repeats the batches
+    beyond its `batch`), step (with the ids of its samples), version, warning, end.
+    """
+
+    def __init__(self, folder: Path, *, total: int | None) -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        self._file = (folder / "log.jsonl").open("a", encoding="utf-8")
+        self._board = SummaryWriter(str(folder / "tensorboard"))
+        self._progress: Progress | None = None
+        self._task: TaskID | None = None
+        if sys.stdout.isatty():
+            self._progress = Progress(
+                TextColumn("{task.description}"),
+                BarColumn(),
+                TextColumn("{task.fields[note]}"),
+                TimeElapsedColumn(),
+            )
+            self._task = self._progress.add_task("training", total=total, note="")
+
+    def __enter__(self) -> RunLog:
+        if self._progress is not None:
+            self._progress.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def event(self, name: str, **fields: Any) -> None:
+        """One line."""
+        line = {"event": name, "at": round(time.time(), 3), **fields}
+        self._file.write(json.dumps(line) + "\n")
+        self._file.flush()
+
+    def step(self, batch: int, numbers: Mapping[str, float], ids: list[str]) -> None:
+        """A batch was trained on."""
+        rounded = {name: float(f"{value:.6g}") for name, value in numbers.items()}
+        self.event("step", batch=batch, **rounded, ids=ids)
+        self.scalars(batch, numbers)
+        if self._progress is not None and self._task is not None:
+            note = f"step {batch}  reward {numbers['reward']:+.3f}  kl {numbers['kl']:.4f}"
+            self._progress.update(self._task, completed=batch, note=note)
+
+    def scalars(self, batch: int, numbers: Mapping[str, float]) -> None:
+        """Into TensorBoard."""
+        for name, value in numbers.items():
+            self._board.add_scalar(name, value, batch)
+
+    def close(self) -> None:
+        """Give everything back."""
+        if self._progress is not None:
+            self._progress.stop()
+        with contextlib.suppress(ValueError):  # closed twice
+            self._file.flush()
+        self._file.close()
+        self._board.close()

@@ -1,0 +1,199 @@
+"""A training run from its start to its end: the wiring, signals, and what is told to the store."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import FrameType
+
+from sqlalchemy.engine import Connection
+
+from onlinerl import config
+from onlinerl.errors import Conflict, NotFound, OnlineRLError, RunBusy, SettingsError
+from onlinerl.flow.channel import Channel
+from onlinerl.flow.worker import WorkerGroup
+from onlinerl.learning.checkpoints import Checkpoint
+from onlinerl.learning.control import Control
+from onlinerl.learning.log import RunLog
+from onlinerl.learning.receive import DataReceiver, newest
+from onlinerl.learning.rewards import ComputeReward, RewardTable, auto_tau
+from onlinerl.learning.trainer import Trainer, checkpoints_of, run_folder
+from onlinerl.records import Run, RunState, Sample, Scored
+from onlinerl.store import interactions, runs, versions
+from onlinerl.store.database import Database
+from onlinerl.weights import directory
+
+
+def train(
+    settings: config.Settings, policy: str, *, max_steps: int | None = None, follow: bool = False
+) -> Run:
+    """Train `policy` until there is nothing left to learn from (see `Trainer`); returns the ended run.
+
+    Registers the base model as version 0 where there is no version yet. Resumes a run whose process died.
+    Raises RunBusy when a run is at work, GuardTripped when a step left its band, other errors of the tree;
+    the run is marked as failed then, and the last good version stands.
+    """
+    if policy not in settings.policies:
+        raise SettingsError(f"there is no policy {policy!r}; there are {', '.join(settings.policies)}")
+    database = Database.open(settings.database_url)
+    try:
+        register_base(settings, policy, database)
+        with database.write() as c:
+            run, resumed = runs.start(
+                c,
+                policy=policy,
+                host=socket.gethostname(),
+                pid=os.getpid(),
+                settings=settings.policies[policy].model_dump_json(),
+                tau_of=lambda c: tau(c, settings, policy),
+                now=time.time(),
+            )
+        control = Control(database, run)
+        control.start()
+        try:
+            with RunLog(run_folder(settings, run.id), total=max_steps) as log, _signals(control):
+                return _work(settings, policy, control, log, max_steps, follow, resumed)
+        finally:
+            control.close()
+    finally:
+        database.close()
+
+
+def tau(c: Connection, settings: config.Settings, policy: str) -> float:
+    """τ of a run that starts now."""
+    rewards = settings.policies[policy].rewards
+    if rewards.tau != "auto":
+        return rewards.tau
+    counts = interactions.counts(c, policy=policy)
+    return auto_tau(counts.accepted, counts.opportunities, rewards.tau_limit)
+
+
+def register_base(settings: config.Settings, policy: str, database: Database) -> None:
+    """Make the policy's model its version 0, unless there is a live version."""
+    with database.read() as c:
+        try:
+            versions.live(c, policy)
+            return
+        except NotFound:
+            pass
+    model = directory.resolve_model(settings.policies[policy].model)
+    base = directory.import_base(settings.weights_url, policy, model)
+    try:
+        with database.write() as c:
+            versions.register(c, base)
+    except Conflict:
+        with database.read() as c:
+            versions.live(c, policy)  # another process was faster
+
+
+def threads_of(train: config.Train) -> int:
+    """Torch threads: the setting, else half of the cores that this process may use."""
+    if train.threads is not None:
+        return train.threads
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return max(1, cores // 2)
+
+
+def _work(
+    settings: config.Settings,
+    policy: str,
+    control: Control,
+    log: RunLog,
+    max_steps: int | None,
+    follow: bool,
+    resumed: bool,
+) -> Run:
+    mine = settings.policies[policy]
+    run = control.run
+    table = RewardTable.of(mine.rewards, run.tau)
+    trainer = Trainer(control, settings, policy, table, log, threads=threads_of(mine.train))
+    try:
+        checkpoint = _resume(settings, control, trainer) if resumed else None
+        trainer.prepare(checkpoint)
+        with control.database.write() as c:
+            interactions.release(c, run=run.id, after_batch=trainer.batch)
+        log.event(
+            "resume" if resumed else "start",
+            run=run.id,
+            batch=trainer.batch,
+            parent=run.parent,
+            tau=run.tau,
+            settings=mine.train.model_dump(mode="json"),
+        )
+        receiver = DataReceiver(
+            control, policy, mine, first_batch=trainer.batch + 1, last_batch=max_steps, follow=follow
+        )
+
+        samples: Channel[Sample] = Channel.create("samples", capacity=mine.train.batch, item=Sample)
+        scored: Channel[Scored] = Channel.create("scored", capacity=mine.train.batch, item=Scored)
+        group = [
+            receiver.start(output=samples),
+            ComputeReward(table).start(input=samples, output=scored),
+            trainer.start(input=scored),
+        ]
+        _wait(group, control)
+    except RunBusy:
+        raise  # another process has the run: its state is not ours to write
+    except BaseException as error:
+        control.stop("failed")
+        message = str(error) if isinstance(error, OnlineRLError) else f"{type(error).__name__}: {error}"
+        _end(control, log, trainer, RunState.FAILED, message)
+        raise
+    if control.stopping:
+        return _end(control, log, trainer, RunState.STOPPED, control.reason)
+    return _end(control, log, trainer, RunState.FINISHED, trainer.message or "no feedback is left")
+
+
+def _resume(settings: config.Settings, control: Control, trainer: Trainer) -> Checkpoint | None:
+    """Where to go on: the last checkpoint, or the run's last version if that is further."""
+    run = control.run
+    checkpoint = checkpoints_of(settings, run.id).latest()
+    with control.database.read() as c:
+        last = newest(c, run.policy, run.id, run.parent)
+    if last.run == run.id and last.step > (checkpoint.batch if checkpoint else 0):
+        trainer.resume_at(last)
+        return None
+    return checkpoint
+
+
+def _wait(group: list[WorkerGroup], control: Control) -> None:
+    """Until all have ended; raises the first failure, seen from the far end of the channels."""
+    for stage in reversed(group):
+        while not stage.wait(0.2):  # short, so that the main thread gets to see signals
+            pass
+    control.check()
+
+
+def _end(control: Control, log: RunLog, trainer: Trainer, state: RunState, message: str) -> Run:
+    with control.database.write() as c:
+        runs.heartbeat(c, control.run, step=trainer.batch, now=time.time())
+        ended = runs.finish(c, control.run, state, message)
+    log.event("end", state=state.value, batch=trainer.batch, message=message)
+    trainer.forget()
+    return ended
+
+
+@contextmanager
+def _signals(control: Control) -> Iterator[None]:
+    """The first SIGTERM or SIGINT asks the run to end after its step; a second one kills as ever."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def ask(number: int, _frame: FrameType | None) -> None:
+        control.stop(f"{signal.Signals(number).name} received")
+        signal.signal(number, before[signal.Signals(number)])
+
+    before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
+    for number in before:
+        signal.signal(number, ask)
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)

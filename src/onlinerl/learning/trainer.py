@@ -1,0 +1,451 @@
+"""The last worker of a run: turns scored samples into versions.
+
+What makes a kill at any instant harmless is the order of writing:
+
+1. claims carry the number of their batch (`receive`);
+2. a checkpoint says after which batch the weights stood so; on resume the claims beyond it are given back;
+3. a version is made only of weights that a checkpoint holds, and names their batch as its `step`. If the
+   run dies between the two, the resumed run finds a checkpoint that owes a version, and makes it.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+
+from onlinerl import config
+from onlinerl.errors import Conflict, ModelError, RunError
+from onlinerl.flow.channel import Channel
+from onlinerl.flow.worker import Worker
+from onlinerl.learning.advantages import Baseline, advantages
+from onlinerl.learning.batches import PolicyModel
+from onlinerl.learning.checkpoints import Checkpoint, Checkpoints
+from onlinerl.learning.control import Control
+from onlinerl.learning.guards import Bands
+from onlinerl.learning.learner import Learner
+from onlinerl.learning.log import RunLog
+from onlinerl.learning.receive import lineage, newest
+from onlinerl.learning.rewards import RewardTable
+from onlinerl.records import Batch, RunState, Sample, Scored, Version, VersionState
+from onlinerl.store import interactions, runs, versions
+from onlinerl.weights import directory
+
+HELD = 64
+"""Held-back samples on which a version's reward is estimated: the newest."""
+INSPECTED = 16
+"""Samples on which weights are judged before they become a version."""
+TRUSTWORTHY = 0.1
+"""ESS / n under which the held-back estimate counts neither as a rise nor as none."""
+_DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+
+
+class Trainer(Worker[Scored, None]):
+    """Trains until its input ends, someone asks it to stop, a band breaks, or the reward stops rising."""
+
+    def __init__(
+        self,
+        control: Control,
+        settings: config.Settings,
+        policy: str,
+        table: RewardTable,
+        log: RunLog,
+        *,
+        threads: int,
+    ) -> None:
+        self.control = control
+        self.run_record = control.run
+        self.root = settings.weights_url
+        self.policy = policy
+        self.settings = settings.policies[policy]
+        self.train = self.settings.train
+        self.table = table
+        self.log = log
+        self.threads = threads
+        self.checkpoints = checkpoints_of(settings, control.run.id)
+        self._all = settings
+        self.batch = 0
+        """Batches trained on."""
+        self.version = control.run.parent
+        """The newest version of the run, or its parent."""
+        self.version_batch = 0
+        """The batch after which it was made."""
+        self.baseline = Baseline(self.train.baseline_decay)
+        self.bands = Bands(self.train.guards, self.train.silence)
+        self.samples = 0
+        self.first_at: float | None = None
+        self.last_at: float | None = None
+        self.best: float | None = None
+        self.misses = 0
+        self.message = ""
+        self.learner: Learner
+        self._recent: list[Sample] = []
+        self._owed = False
+
+    # ---------------------------------------------------------------------------------------- set-up
+
+    def prepare(self, checkpoint: Checkpoint | None) -> None:
+        """Load the weights and become what `checkpoint` says (None: begin at the run's parent).
+
+        Raises ModelError, WeightsError, RunError.
+        """
+        torch.set_num_threads(self.threads)
+        device = device_of(self.train)
+        dtype = dtype_of(self.train, device)
+
+        def model(version: int) -> PolicyModel:
+            return PolicyModel.load(directory.folder(self.root, self.policy, version), device, dtype)
+
+        self.learner = Learner(
+            model(self.version),
+            self.train,
+            parent_version=self.run_record.parent,
+            parent=lambda: model(self.run_record.parent),
+            holdout=lambda: model(0),
+        )
+        self._names = self._stored_names()
+        if checkpoint is not None:
+            self._restore(checkpoint)
+        elif self.version_batch:
+            self.learner.moved = True  # the checkpoint is lost: go on from the run's last version
+            self.batch = self.version_batch
+        else:
+            self._inherit()
+
+    def resume_at(self, version: Version) -> None:
+        """Before `prepare`: begin at a version that the run made, for want of a checkpoint."""
+        self.version, self.version_batch = version.id, version.step
+
+    def _inherit(self) -> None:
+        """Take the previous run's optimiser, fp32 weights and baseline over, if its last version is the one
+        that this run starts from."""
+        with self.control.database.read() as c:
+            parent = versions.get(c, self.policy, self.run_record.parent)
+            if parent.run is None or newest(c, self.policy, parent.run, parent.id).id != parent.id:
+                return
+        try:
+            previous = checkpoints_of(self._all, parent.run).read(parent.step)
+            if previous.state["version"] != parent.id:
+                return
+            weights = previous.weights()
+            own = self.learner.parameters
+            # bf16 holds a step of 2e-6 only now and then: the fp32 weights carry what it lost. They are
+            # taken only where they are the live version, to the bit, once rounded.
+            if any(
+                not torch.equal(
+                    weights[name].to(self._names.get(name, torch.float32)).float(), p.detach().cpu()
+                )
+                for name, p in own.items()
+            ):
+                return
+            self.learner.restore_optimizer(previous.optimizer())
+            self._load(weights)
+            self.baseline.restore(previous.state["baseline"])
+            self.bands.multiplier = previous.state["bands"]["multiplier"]
+        except (RunError, KeyError):
+            return  # collected, or of another shape: the run begins without
+        self.log.event("inherited", run=parent.run, version=parent.id)
+
+    def _restore(self, checkpoint: Checkpoint) -> None:
+        state = checkpoint.state
+        try:
+            self._load(checkpoint.weights())
+            self.learner.restore_optimizer(checkpoint.optimizer())
+            self.baseline.restore(state["baseline"])
+            self.bands.restore(state["bands"])
+            self.batch = checkpoint.batch
+            self.version, self.version_batch = state["version"], state["version_batch"]
+            self.samples = state["samples"]
+            self.first_at, self.last_at = state["first_at"], state["last_at"]
+            self.best, self.misses = state["best"], state["misses"]
+            self.learner.moved, self.learner.trusted = state["moved"], state["trusted"]
+            self._owed = state["owed"]
+            self.message = state["message"]
+        except KeyError as error:
+            raise RunError(
+                f"the checkpoint {checkpoint.folder} does not fit this model: no {error}"
+            ) from None
+        if self._owed:
+            with self.control.database.read() as c:
+                last = newest(c, self.policy, self.run_record.id, self.run_record.parent)
+            if last.run == self.run_record.id and last.step == self.batch:
+                self._owed, self.version, self.version_batch = False, last.id, last.step
+
+    def _load(self, weights: Mapping[str, Tensor]) -> None:
+        with torch.no_grad():
+            for name, parameter in self.learner.parameters.items():
+                parameter.copy_(weights[name])
+
+    def _stored_names(self) -> dict[str, torch.dtype]:
+        """Tensors of a version of this model and their number formats: those of the parent."""
+        manifest = directory.read_manifest(
+            str(directory.folder(self.root, self.policy, self.run_record.parent))
+        )
+        have = self.learner.policy.model.state_dict()
+        for name, entry in manifest.tensors.items():
+            if name not in have or tuple(have[name].shape) != entry.shape or entry.dtype not in _DTYPES:
+                raise ModelError(
+                    f"tensor {name} ({entry.dtype}) of the model is not one that the trainer can write back: "
+                    "this model's format cannot be trained"
+                )
+        return {name: _DTYPES[entry.dtype] for name, entry in manifest.tensors.items()}
+
+    # ----------------------------------------------------------------------------------------- working
+
+    def run(self, input: Channel[Scored] | None, output: Channel[None] | None) -> None:
+        """See the class. `message` says afterwards why it ended."""
+        assert input is not None
+        torch.set_num_threads(self.threads)  # OpenMP's count belongs to the thread
+        if self._owed:
+            self._version()
+        while not self.message and not self.control.stopping:
+            self._pause()
+            batch = self._next(input)
+            if batch is None:
+                break
+            self._step(batch)
+            due = self.batch % self.train.version_every == 0
+            if due or self.batch % self.train.checkpoint_every == 0:
+                self._checkpoint(owed=due)
+            if due:
+                self._version()
+        self.control.check()
+        if self.batch > self.version_batch and self._welcome():
+            self._checkpoint(owed=True)
+            self._version()
+
+    def _next(self, input: Channel[Scored]) -> Batch | None:
+        """The next batch: full, or the last one of a run that does not follow. None: no more."""
+        number = self.batch + 1
+        samples: list[Scored] = []
+        while len(samples) < self.train.batch:
+            if self.control.stopping:
+                return None
+            more = input.take(self.train.batch - len(samples), timeout=0.2)
+            samples += more
+            if not more and input.closed:
+                break
+        if not samples or self.control.stopping:
+            return None
+        strays = {scored.sample.batch for scored in samples} - {number}
+        if strays:
+            raise AssertionError(f"batch {number} got samples claimed for {sorted(strays)}")
+        return Batch(number, tuple(samples))
+
+    def _step(self, batch: Batch) -> None:
+        usable = [scored for scored in batch.samples if _usable(scored.sample)]
+        with self.control.database.read() as c:
+            chain = lineage(c, versions.get(c, self.policy, self.version))
+            counts = interactions.counts(c, policy=self.policy)
+        began = time.perf_counter()
+        numbers: dict[str, float] = {}
+        if usable:
+            staleness = [sum(id > scored.sample.version for id in chain) for scored in usable]
+            advantage = advantages(
+                usable,
+                mode=self.train.mode,
+                baseline=self.baseline,
+                table=self.table,
+                staleness=staleness,
+                limit=self.train.advantage_limit,
+                silent_expected=counts.silent > 0,
+            )
+            numbers = self.learner.step(usable, advantage, self.bands, batch.number)
+            numbers["staleness"] = sum(staleness) / len(staleness)
+            numbers["baseline"] = sum(self.baseline.mean(s.sample, self.table.tau) for s in usable) / len(
+                usable
+            )
+            numbers["seconds"] = time.perf_counter() - began
+            self.baseline.update(usable, self.table)
+        numbers["samples"] = float(len(usable))
+        numbers["unusable"] = float(len(batch.samples) - len(usable))
+        self.batch = batch.number
+        self.control.step = self.batch
+        self.samples += len(usable)
+        for scored in usable:
+            at = scored.sample.at
+            self.first_at = at if self.first_at is None else min(self.first_at, at)
+            self.last_at = at if self.last_at is None else max(self.last_at, at)
+        self._recent = [scored.sample for scored in usable[:INSPECTED]] or self._recent
+        ids = [f"{scored.sample.id}/{scored.sample.index}" for scored in batch.samples]
+        self.log.step(self.batch, numbers, ids)
+        if numbers.get("ess", 1.0) < self.train.guards.ess:
+            self.log.event(
+                "warning", batch=self.batch, text=f"effective sample size {numbers['ess']:.2f} per token"
+            )
+
+    def _pause(self) -> None:
+        if not self.control.paused:
+            return
+        self._move(RunState.PAUSED)
+        self.log.event("pause", batch=self.batch)
+        while self.control.paused:
+            self.control.sleep(0.1)
+        if not self.control.stopping:
+            self._move(RunState.RUNNING)
+            self.log.event("unpause", batch=self.batch)
+
+    def _move(self, to: RunState) -> None:
+        with self.control.database.write() as c:
+            runs.move(c, self.run_record, to)
+
+    def _checkpoint(self, *, owed: bool) -> None:
+        self.control.check()
+        self._owed = owed
+        self.checkpoints.save(
+            self.batch,
+            self._weights(),
+            self.learner.optimizer_state(),
+            self._state(),
+            pinned=self.version_batch,
+        )
+
+    def _weights(self) -> dict[str, Tensor]:
+        return {name: parameter.detach() for name, parameter in self.learner.parameters.items()}
+
+    def _state(self) -> dict[str, Any]:
+        return {
+            "run": self.run_record.id,
+            "version": self.version,
+            "version_batch": self.version_batch,
+            "baseline": self.baseline.state(),
+            "bands": self.bands.state(),
+            "samples": self.samples,
+            "first_at": self.first_at,
+            "last_at": self.last_at,
+            "best": self.best,
+            "misses": self.misses,
+            "moved": self.learner.moved,
+            "trusted": self.learner.trusted,
+            "owed": self._owed,
+            "message": self.message,
+        }
+
+    # ---------------------------------------------------------------------------------------- versions
+
+    def _welcome(self) -> bool:
+        """Whether a version of this run may still be made: not after a rollback behind one of its own, nor
+        after something else went live."""
+        with self.control.database.read() as c:
+            live = versions.live(c, self.policy)
+            own = [version for version in versions.list_(c, self.policy) if version.run == self.run_record.id]
+        if live.id != self.run_record.parent and live.run != self.run_record.id:
+            return False
+        taken_back = (VersionState.RETIRED, VersionState.REJECTED)
+        return not any(version.state in taken_back and version.id > live.id for version in own)
+
+    def _version(self) -> None:
+        """Make and register a version of the weights that the last checkpoint holds."""
+        metrics = self._judge()
+        with self.control.database.write() as c:
+            runs.heartbeat(c, self.run_record, step=self.batch, now=time.time())  # still ours?
+            id = versions.next_id(c, self.policy)
+        made = directory.write_version(
+            self.root,
+            self.policy,
+            id,
+            fill=self._fill,
+            parent=self.version,
+            run=self.run_record.id,
+            data=directory.DataRange(self.first_at, self.last_at, self.samples, self.batch),
+            settings={"tau": self.table.tau, **self.settings.model_dump(mode="json")},
+            metrics=metrics,
+        )
+        made = replace(made, step=self.batch)
+        try:
+            with self.control.database.write() as c:
+                runs.heartbeat(c, self.run_record, step=self.batch, now=time.time())
+                versions.register(c, made)
+        except Conflict as error:
+            # One of the run's versions was rejected meanwhile: nothing more may come of it.
+            self.control.stop(str(error))
+            return
+        self.version, self.version_batch, self._owed = id, self.batch, False
+        self.log.event("version", batch=self.batch, version=id, **metrics)
+        self.log.scalars(self.batch, {f"version/{name}": value for name, value in metrics.items()})
+        # With the version's name in it the checkpoint is what the next run inherits from.
+        self.checkpoints.amend(self.batch, self._state())
+
+    def _judge(self) -> dict[str, float]:
+        """Numbers of the weights as they are, before they become a version. Raises GuardTripped."""
+        metrics: dict[str, float] = {}
+        if self._recent:
+            metrics |= self.learner.inspect(self._recent, self.bands)
+        if self.train.patience and self.train.holdout:
+            with self.control.database.read() as c:
+                held = [s for s in interactions.held(c, policy=self.policy, limit=HELD) if _usable(s)]
+            if held:
+                value, ess = self.learner.reward([self.table.score(sample) for sample in held])
+                metrics |= {"held_reward": value, "held_ess": ess, "held_samples": float(len(held))}
+                self._watch(value, ess)
+        return metrics
+
+    def _watch(self, value: float, ess: float) -> None:
+        if ess < TRUSTWORTHY:
+            return
+        if self.best is None or value > self.best:
+            self.best, self.misses = value, 0
+            return
+        self.misses += 1
+        if self.misses >= self.train.patience:
+            self.message = (
+                f"the held-back reward did not rise in {self.misses} versions (best {self.best:.3f}, "
+                f"now {value:.3f})"
+            )
+
+    def _fill(self, folder: Path) -> None:
+        have = self.learner.policy.model.state_dict()
+        tensors = {
+            name: have[name].detach().to("cpu", dtype).contiguous() for name, dtype in self._names.items()
+        }
+        save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+
+    def forget(self) -> None:
+        """After the end: keep the checkpoint that the next run may inherit, and nothing else; of older runs
+        of this policy keep only that of the live version."""
+        self.checkpoints.prune(self.version_batch, keep=0)
+        with self.control.database.read() as c:
+            live = versions.live(c, self.policy)
+            older = [run for run in runs.list_(c, self.policy) if run.id < self.run_record.id]
+        for run in older:
+            checkpoints_of(self._all, run.id).prune(live.step if live.run == run.id else None, keep=0)
+
+
+def _usable(sample: Sample) -> bool:
+    """Has a token that was judged, and numbers that are numbers."""
+    return any(sample.loss_mask) and all(map(math.isfinite, sample.behavior_logprobs))
+
+
+def run_folder(settings: config.Settings, run: int) -> Path:
+    """Where a run keeps its log and checkpoints."""
+    return settings.home / "runs" / str(run)
+
+
+def checkpoints_of(settings: config.Settings, run: int) -> Checkpoints:
+    """A run's checkpoints."""
+    return Checkpoints(run_folder(settings, run) / "checkpoints")
+
+
+def device_of(train: config.Train) -> torch.device:
+    """Where to compute. Raises ModelError for CUDA where there is none."""
+    available = torch.cuda.is_available()
+    if train.device == "cuda" and not available:
+        raise ModelError("train.device is cuda, but torch sees no GPU: set it to auto or cpu")
+    return torch.device("cuda" if available and train.device != "cpu" else "cpu")
+
+
+def dtype_of(train: config.Train, device: torch.device) -> torch.dtype:
+    """Number format of the matrix products."""
+    if train.dtype == "auto":
+        return torch.bfloat16 if device.type == "cuda" else torch.float32
+    return torch.bfloat16 if train.dtype == "bfloat16" else torch.float32
+
+
+__all__ = ["Trainer", "checkpoints_of", "device_of", "dtype_of", "run_folder"]
