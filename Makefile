@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest
 
-.PHONY: demo test check test-slow soak bench clean install
+.PHONY: demo test check test-slow soak bench docs clean install
 
 demo: $(STAMP)  ## the whole loop on this machine, at most 12 minutes
 	$(BIN)/onlinerl demo
@@ -27,6 +27,9 @@ soak: $(STAMP)  ## longer than CI allows; run by hand
 
 bench: $(STAMP)  ## measurements, as JSON under bench/results
 	for file in bench/bench_*.py; do $(BIN)/python $$file || exit 1; done
+
+docs: $(STAMP)  ## docs/settings.md from the settings themselves
+	$(BIN)/python -c 'from onlinerl.config import reference; print(reference(), end="")' > docs/settings.md
 
 install: $(STAMP)
 

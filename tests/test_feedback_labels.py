@@ -217,11 +217,12 @@ def test_a_verdict_on_an_untrainable_answer_is_recorded_and_counted(c: Connectio
     assert (counts.accepted, counts.waiting) == (1, 0)
 
 
-def test_a_verdict_on_silence_is_recorded(c: Connection) -> None:
+def test_a_verdict_on_silence_is_recorded_and_earns_nothing(c: Connection) -> None:
     interactions.insert(c, [silent("s")])
-    assert tell(c, "s", Event.REJECTED) is S.MATCHED
-    assert tell(c, "s", Event.REJECTED) is S.DUPLICATE
-    assert now(c, "s").verdict is Verdict.REJECTED
+    assert tell(c, "s", Event.ACCEPTED) is S.MATCHED
+    assert tell(c, "s", Event.ACCEPTED) is S.DUPLICATE
+    assert now(c, "s").verdict is Verdict.SILENT
+    assert interactions.counts(c, policy="tab").accepted == 0
 
 
 def test_everything_received_is_kept(c: Connection) -> None:

@@ -127,7 +127,7 @@ def configure_logging(json: bool | None = None, file: Path | None = None) -> Non
             old.close()
     root.addHandler(handler)
     root.setLevel(logging.INFO)
-    for noisy in ("httpx", "httpcore", "aiohttp.access", "uvicorn.access", "alembic.runtime.migration"):
+    for noisy in ("httpx", "httpcore", "aiohttp.access", "uvicorn", "alembic"):
         logging.getLogger(noisy).setLevel(logging.WARNING)
     structlog.configure(
         processors=[*shared, structlog.stdlib.ProcessorFormatter.wrap_for_formatter],

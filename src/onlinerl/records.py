@@ -430,7 +430,8 @@ EVENT_VERDICTS: Mapping[Event, Verdict] = MappingProxyType(
 """The verdict that an event carries; `shown` and `retained` carry none."""
 
 VERDICT_STRENGTH: Mapping[Verdict, int] = MappingProxyType(
-    {Verdict.SILENT: 0, Verdict.TIMEOUT: 1, Verdict.REJECTED: 2, Verdict.ACCEPTED: 3}
+    {Verdict.TIMEOUT: 1, Verdict.REJECTED: 2, Verdict.ACCEPTED: 3}
 )
 """A stronger verdict replaces a weaker one of the same answer, never the other way round: the text
-ended up in the file, whatever the client's clock said before."""
+ended up in the file, whatever the client's clock said before. Silence stands outside: the server saw it
+itself, and a verdict on an empty answer is recorded but earns nothing."""

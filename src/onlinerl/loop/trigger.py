@@ -81,6 +81,7 @@ class Trigger:
         self._crash = (-1, -1)
         """Run and step at which the watched run was last found dead."""
         self._restarts = 0
+        self._restart_at = 0.0
 
     async def run(self) -> None:
         """Look every `trigger.interval` seconds."""
@@ -106,7 +107,7 @@ class Trigger:
             active = runs.active(c, self.policy)
             counts = interactions.counts(c, policy=self.policy)
             windows = interactions.accept_window(c, policy=self.policy, window=self._trigger.window)
-        if code is not None:
+        if code is not None and active is None:
             self._ended(code, counts.waiting, now)
         RUNNING.labels(self.policy).set(active is not None)
         if active is not None:
@@ -123,7 +124,7 @@ class Trigger:
         if reason == "drift":
             self._drifted_at = verdicts
         self._waiting_at_start = counts.waiting
-        self._launch(reason, waiting=counts.waiting)
+        self._launch(reason, self._settings, waiting=counts.waiting)
 
     def _ended(self, code: int, waiting: int, now: float) -> None:
         # A run that fails, or that leaves all the feedback where it was, must not be started every second.
@@ -140,8 +141,8 @@ class Trigger:
         if self._crash != (dead.id, dead.step):
             self._crash = (dead.id, dead.step)
             self._restarts = 0
-            self._not_before = now
-        if now < self._not_before:
+            self._restart_at = now
+        if now < self._restart_at:
             return
         if self._restarts >= RESTARTS:
             self._finish(
@@ -151,11 +152,18 @@ class Trigger:
             )
             return
         self._restarts += 1
-        self._not_before = now + _delay(self._restarts)
-        self._launch("crash", run=dead.id, step=dead.step)
+        self._restart_at = now + _delay(self._restarts)
+        self._launch("crash", self._as_started(dead), run=dead.id, step=dead.step)
 
-    def _launch(self, reason: str, **details: int) -> None:
-        self._child = launcher.start(self._settings, self.policy, follow=self._trigger.follow)
+    def _as_started(self, run: Run) -> Settings:
+        """The settings with the policy's as they were when the run began: it goes on as it was."""
+        with self._database.read() as c:
+            policy = config.Policy.model_validate_json(runs.settings(c, run.id))
+        policies = {**self._settings.policies, self.policy: policy}
+        return self._settings.model_copy(update={"policies": policies})
+
+    def _launch(self, reason: str, settings: Settings, **details: int) -> None:
+        self._child = launcher.start(settings, self.policy, follow=self._trigger.follow)
         RUNS.labels(self.policy, reason).inc()
         log.info("run started", policy=self.policy, reason=reason, pid=self._child.pid, **details)
 

@@ -52,6 +52,11 @@ _SUPERSEDE = (
     )
     .values(status=FeedbackStatus.SUPERSEDED.value)
 )
+_SAID = (
+    sa.select(table.c.seq)
+    .where(table.c.interaction == sa.bindparam("of_seq"), table.c.event == sa.bindparam("of_event"))
+    .limit(1)
+)
 
 
 @cache
@@ -231,14 +236,16 @@ def _with_verdict(
     current = None if target.verdict is None else Verdict(target.verdict)
     if verdict is current:
         return FeedbackStatus.DUPLICATE, {}
+    if current is Verdict.SILENT:
+        said = c.execute(_SAID, {"of_seq": target.seq, "of_event": report.event.value}).first()
+        return FeedbackStatus.MATCHED if said is None else FeedbackStatus.DUPLICATE, {}
     if current is not None and VERDICT_STRENGTH[verdict] < VERDICT_STRENGTH[current]:
         return FeedbackStatus.SUPERSEDED, {}
     if target.use == "claimed":
         return FeedbackStatus.LATE, {}
-    if current is not None and current is not Verdict.SILENT:
-        c.execute(_SUPERSEDE, {"of_seq": target.seq})
     moved = {verdict.value: 1}
-    if current is not None and current is not Verdict.SILENT:
+    if current is not None:
+        c.execute(_SUPERSEDE, {"of_seq": target.seq})
         moved[current.value] = -1
     tallies.add(c, target.policy, target.version, **moved)
     changes: dict[str, Any] = {
