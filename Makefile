@@ -26,7 +26,9 @@ soak: $(STAMP)  ## longer than CI allows; run by hand
 	$(PYTEST) -m soak --timeout 0
 
 bench: $(STAMP)  ## measurements, as JSON under bench/results
-	for file in bench/bench_*.py; do $(BIN)/python $$file || exit 1; done
+	for file in bench/[a-z]*.py; do \
+	  $(BIN)/python -m bench.$$(basename $$file .py) || exit 1; \
+	done
 
 docs: $(STAMP)  ## docs/settings.md from the settings themselves
 	$(BIN)/python -c 'from onlinerl.config import reference; print(reference(), end="")' > docs/settings.md
