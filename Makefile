@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest
 
-.PHONY: demo test check test-slow soak bench clean install
+.PHONY: demo test check test-slow soak bench docs clean install
 
 demo: $(STAMP)  ## the whole loop on this machine, at most 12 minutes
 	$(BIN)/onlinerl demo
@@ -26,7 +26,12 @@ soak: $(STAMP)  ## longer than CI allows; run by hand
 	$(PYTEST) -m soak --timeout 0
 
 bench: $(STAMP)  ## measurements, as JSON under bench/results
-	for file in bench/bench_*.py; do $(BIN)/python $$file || exit 1; done
+	for file in bench/[a-z]*.py; do \
+	  $(BIN)/python -m bench.$$(basename $$file .py) || exit 1; \
+	done
+
+docs: $(STAMP)  ## docs/settings.md from the settings themselves
+	$(BIN)/python -c 'from onlinerl.config import reference; print(reference(), end="")' > docs/settings.md
 
 install: $(STAMP)
 

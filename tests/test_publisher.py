@@ -307,7 +307,7 @@ async def test_a_live_version_with_broken_weights_leaves_the_one_before_it_servi
         s.engines[0].load_error = "broken" if getattr(version, "id", None) == one else ""
         await real(version)  # type: ignore[arg-type]
 
-    s.engines[0].load = load  # type: ignore[method-assign, assignment]
+    s.engines[0].load = load  # type: ignore[method-assign]
     await s.publisher.tick()
     await s.publisher.tick()
     assert s.publisher.live == 0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import os
 import subprocess
 import sys
@@ -192,7 +193,7 @@ async def test_runs_that_leave_the_feedback_where_it_was_start_ever_more_rarely(
         if len(watch.started) > before:
             starts.append(now)
         now += 1.0
-    gaps = [later - earlier for earlier, later in zip(starts, starts[1:], strict=False)]
+    gaps = [later - earlier for earlier, later in itertools.pairwise(starts)]
     assert gaps[0] >= 5
     assert gaps[-1] > 2 * gaps[0]
 

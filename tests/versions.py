@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import json
+import struct
 from pathlib import Path
 
 import numpy as np
-from safetensors.numpy import load_file, save_file
+from safetensors.numpy import save_file
 
 from onlinerl.config import Settings, load_settings
 from onlinerl.records import Version
@@ -32,6 +33,20 @@ def settings_of(home: Path, *overrides: str) -> Settings:
     )
 
 
+def scaled(source: Path, target: Path, scale: float) -> None:
+    """Write the weights of `source` times `scale` (float32 or bfloat16), without torch."""
+    raw = source.read_bytes()
+    start = 8 + struct.unpack("<Q", raw[:8])[0]
+    formats = {entry["dtype"] for name, entry in json.loads(raw[8:start]).items() if name != "__metadata__"}
+    if formats == {"F32"}:
+        data = (np.frombuffer(raw, "<f4", offset=start) * np.float32(scale)).tobytes()
+    else:
+        assert formats == {"BF16"}
+        wide = (np.frombuffer(raw, "<u2", offset=start).astype("<u4") << 16).view("<f4")
+        data = ((wide * np.float32(scale)).view("<u4") >> 16).astype("<u2").tobytes()
+    target.write_bytes(raw[:start] + data)
+
+
 def make_version(
     settings: Settings,
     database: Database,
@@ -44,9 +59,8 @@ def make_version(
     """A candidate whose weights are its parent's times `scale`, on disk and registered."""
 
     def fill(folder: Path) -> None:
-        source = directory.folder(settings.weights_url, policy, parent) / "model.safetensors"
-        tensors = {name: (value * scale).astype(value.dtype) for name, value in load_file(source).items()}
-        save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+        source = directory.folder(settings.weights_url, policy, parent)
+        scaled(source / "model.safetensors", folder / "model.safetensors", scale)
 
     with database.write() as c:
         id = versions.next_id(c, policy)

@@ -438,19 +438,39 @@ def list_replicas(settings: Settings, as_json: bool) -> None:
     show_default=True,
     help="Whose wire form is spoken.",
 )
-@click.option("--users", type=click.IntRange(min=1), default=4, show_default=True, metavar="N")
-@click.option("--requests", type=click.IntRange(min=1), default=100, show_default=True, metavar="N")
+@click.option(
+    "--users",
+    type=click.IntRange(min=1),
+    default=4,
+    show_default=True,
+    metavar="N",
+    help="How many developers.",
+)
+@click.option(
+    "--requests",
+    type=click.IntRange(min=1),
+    default=100,
+    show_default=True,
+    metavar="N",
+    help="How many requests they make in all.",
+)
 @click.option(
     "--code",
     type=click.Path(path_type=Path),
     metavar="DIR",
     help="Python files that they work on [default: held-out packages of the standard library].",
 )
-@click.option("--seed", type=int, default=0, show_default=True)
+@click.option("--seed", type=int, default=0, show_default=True, help="The same seed, the same people.")
 @click.option("--taste", default="lenient", show_default=True, help="What they accept.")
 @click.option("--speed", type=float, default=1.0, show_default=True, help="Divides their reading times.")
 @click.option("--model", help="The model that they ask for.")
-@click.option("--max-tokens", type=click.IntRange(min=1), default=24, show_default=True)
+@click.option(
+    "--max-tokens",
+    type=click.IntRange(min=1),
+    default=24,
+    show_default=True,
+    help="Longest answer they ask for.",
+)
 @click.option("--temperature", type=float, help="Sent with each request [default: the client's own].")
 @json_option
 def simulate(code: Path | None, as_json: bool, **options: Any) -> None:
@@ -473,10 +493,20 @@ def simulate(code: Path | None, as_json: bool, **options: Any) -> None:
     metavar="DIR",
     help="Folder of Python files [default: held-out packages of the standard library].",
 )
-@click.option("--out", type=click.Path(path_type=Path), required=True, metavar="FILE.jsonl")
-@click.option("--split", type=click.Choice(["all", "train", "test"]), default="all", show_default=True)
-@click.option("--limit", type=click.IntRange(min=1), default=1000, show_default=True, metavar="N")
-@click.option("--seed", type=int, default=0, show_default=True)
+@click.option(
+    "--out", type=click.Path(path_type=Path), required=True, metavar="FILE.jsonl", help="Where they go."
+)
+@click.option(
+    "--split",
+    type=click.Choice(["all", "train", "test"]),
+    default="all",
+    show_default=True,
+    help="Which files; the two halves never share one.",
+)
+@click.option(
+    "--limit", type=click.IntRange(min=1), default=1000, show_default=True, metavar="N", help="Most prompts."
+)
+@click.option("--seed", type=int, default=0, show_default=True, help="Which places are chosen.")
 @json_option
 def dataset(code: Path | None, out: Path, split: Any, limit: int, seed: int, as_json: bool) -> None:
     """Fill-in-the-middle prompts from any folder of Python code, one JSON object a line."""

@@ -234,8 +234,9 @@ def demo_settings(given: Settings) -> Settings:
                     "threads": 1,
                     "lr": 1e-4,
                     "batch": 32,
-                    "version_every": 4,
-                    "checkpoint_every": 4,
+                    # At this rate the policy moves far within a few batches: young samples teach most.
+                    "version_every": 3,
+                    "staleness": 1,
                     "holdout": 0.05,
                     "patience": 0,
                     # The taste is far from what the base model writes: 0.15 nats a token after one
@@ -397,8 +398,8 @@ class _Demo:
                     for _ in range(done, known[-1].step if known else 0):
                         advance()
                         done += 1
-                    # More than two batches ahead would be stale before they are trained on.
-                    if waiting < 2 * batch:
+                    # What waits long is stale when it is trained on.
+                    if waiting < 1.5 * batch:
                         await self._traffic(server, batch, lambda: None)
                     else:
                         await asyncio.sleep(0.2)

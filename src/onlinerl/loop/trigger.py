@@ -106,7 +106,9 @@ class Trigger:
         with self._database.read() as c:
             active = runs.active(c, self.policy)
             counts = interactions.counts(c, policy=self.policy)
-            windows = interactions.accept_window(c, policy=self.policy, window=self._trigger.window)
+            windows = ((0, 0), (0, 0))
+            if self._trigger.drift is not None:
+                windows = interactions.accept_window(c, policy=self.policy, window=self._trigger.window)
         if code is not None and active is None:
             self._ended(code, counts.waiting, now)
         RUNNING.labels(self.policy).set(active is not None)
