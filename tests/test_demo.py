@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import doctest
 import json
 import math
 import statistics
@@ -185,6 +186,12 @@ def test_what_the_person_set_wins() -> None:
     assert chosen.policies["tab"].train.batch == plain.policies["tab"].train.batch
     with pytest.raises(SettingsError, match="one policy"):
         demo.demo_settings(load_settings(None, ["policies.other.publish=candidate"]))
+
+
+def test_examples_in_the_docstrings() -> None:
+    result = doctest.testmod(demo)
+    assert result.attempted
+    assert not result.failed
 
 
 @pytest.mark.slow

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import doctest
 import json
 from pathlib import Path
 
@@ -194,3 +195,9 @@ def test_jsonl_without_prompts_or_file(tmp_path: Path) -> None:
         fim.read(tmp_path / "empty.jsonl")
     with pytest.raises(SettingsError, match="cannot be written"):
         fim.write(tmp_path / "no" / "folder.jsonl", [FimPrompt.example()])
+
+
+def test_examples_in_the_docstrings() -> None:
+    result = doctest.testmod(fim)
+    assert result.attempted
+    assert not result.failed

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import doctest
 import json
 from collections import Counter
 from collections.abc import AsyncIterator, Sequence
@@ -467,3 +468,9 @@ async def test_the_gateway_joins_a_stripped_answer_that_was_typed_through(tmp_pa
         (report,) = form.reports(shown(text), Reaction(Act.ACCEPT, 1.0, cached=True, typed=3))
         reply = await gateway.client.post(report.path, content=report.body, headers=dict(report.headers))
         assert reply.json()["feedback"] == "matched"
+
+
+def test_examples_in_the_docstrings() -> None:
+    result = doctest.testmod(simulate)
+    assert result.attempted
+    assert not result.failed

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import doctest
 import math
 import random
 from collections import Counter
@@ -9,6 +10,7 @@ from dataclasses import replace
 
 import pytest
 
+from onlinerl.datasets import users
 from onlinerl.datasets.fim import FimPrompt
 from onlinerl.datasets.users import (
     TASTES,
@@ -122,3 +124,9 @@ def test_typing_through_stops_where_the_texts_part() -> None:
     assert typed == {1, 2, 3, 4, 5, 6}
     assert {decide(user, PROMPT, "other", random.Random(f"{n}")).typed for n in range(20)} == {0}
     assert all(decide(user, PROMPT, "self", random.Random(f"{n}")).typed < 4 for n in range(50))
+
+
+def test_examples_in_the_docstrings() -> None:
+    result = doctest.testmod(users)
+    assert result.attempted
+    assert not result.failed

@@ -124,7 +124,7 @@ def reward_per_opportunity(counts: VersionCounts, tau: float) -> Estimate:
     unrated) 0. Plain normal interval over opportunities, with the unbiased sample variance.
 
     >>> print(reward_per_opportunity(VersionCounts(0, 100, 90, 10, 30, 40, 10), 0.1))
-    +0.220 [+0.130, +0.310]
+    +0.220 [+0.132, +0.308]
     """
     n = counts.opportunities
     if n < 2:
