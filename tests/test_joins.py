@@ -102,6 +102,13 @@ def test_another_users_answer_is_not_taken_where_mine_says_something_else() -> N
     assert find(said("a = ", "f(x)", user="u1"), theirs, mine) is None
 
 
+def test_an_unrelated_question_of_the_key_does_not_unsettle_an_equal_prompt() -> None:
+    """Continue names users in requests but not in feedback, which then has the name of the key."""
+    mine = served("a = ", "f(x)", id="mine", user="ann")
+    unrelated = served("import os\nb = ", "g(y)", id="other", user="key-1")
+    assert find(said("a = ", "f(x)", user="key-1"), mine, unrelated) == ("mine", 4)
+
+
 def test_cache_hit_with_other_snippets_in_the_prompt() -> None:
     one = served("a = ", " f(x)")
     one = replace(one, prompt=f"<|repo_name|>r\n<|file_sep|>b.py\nx\n<|file_sep|>a.py\n{one.prompt}")
@@ -120,6 +127,11 @@ def test_typing_through_a_suggestion() -> None:
 def test_typing_through_with_a_stripped_space() -> None:
     one = served("return", " self.value + 1")
     assert find(said("return self.value", "+ 1"), one) == ("cmpl-a", 15)
+
+
+def test_typing_past_a_stripped_space() -> None:
+    answer = served(LONG[:-1], " return x + 1")
+    assert find(said(LONG[:-1] + "ret", "urn x + 1"), answer) == ("cmpl-a", 13)
 
 
 def test_typing_through_where_somebody_else_asked_for_the_typed_text() -> None:

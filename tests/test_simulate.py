@@ -454,14 +454,15 @@ async def test_the_real_gateway_joins_everything(tmp_path: Path, form: simulate.
         assert report.rejected + report.timeouts == counts.timeout
 
 
-@pytest.mark.xfail(reason="joins.by_text does not know that the stripped space was typed past", strict=False)
 async def test_the_gateway_joins_a_stripped_answer_that_was_typed_through(tmp_path: Path) -> None:
     async with gateways.running(tmp_path) as gateway:
         gateway.engine.script = lambda prompt_ids, version: gateways.ids_of(" return x + 1")
         form = Continue()
         request = form.request(PROMPT, USER)
         answer = await gateway.client.post(
-            request.path, content=request.body.replace(b'"stream":true', b'"stream":false')
+            request.path,
+            content=request.body.replace(b'"stream":true', b'"stream":false'),
+            headers=dict(request.headers),
         )
         text = form.display(answer.json()["choices"][0]["text"])
         assert text == "return x + 1"

@@ -89,13 +89,16 @@ def by_text(feedback: Feedback, candidates: Sequence[Interaction], parse: Parse)
 
 def _continued(prefix: str, completion: str, later: str, text: str) -> int | None:
     """Characters of `completion` typed or displayed; None when `later` + `text` do not continue it."""
-    place = completion.find(text)
-    while place >= 0:
-        for typed in (place, place - 1) if completion[place - 1 : place] == " " else (place,):
-            # `typed` may end before a leading space that the client strips
-            if _same_end(prefix + completion[:typed], later):
-                return place + len(text)
-        place = completion.find(text, place + 1)
+    spaces = len(completion) - len(completion.lstrip(" "))
+    for lead in {0, spaces}:  # a leading space that the client strips is neither shown nor typed
+        shown = completion[lead:]
+        place = shown.find(text)
+        while place >= 0:
+            for typed in (place, place - 1) if shown[place - 1 : place] == " " else (place,):
+                # after typing, too, the rest may begin with a space that the client strips
+                if _same_end(prefix + shown[:typed], later):
+                    return lead + place + len(text)
+            place = shown.find(text, place + 1)
     return None
 
 
@@ -121,19 +124,27 @@ def find(
     Where the feedback's user is among those who asked, only that user's answers count. Where not (a client
     may name users in requests and not in feedback), all that fits must be of one user.
     """
-    matches = by_prompt(feedback, same)
-    own = [match for match in matches if feedback.user and match.interaction.user == feedback.user]
+    user = feedback.user
+    prompted = _theirs(by_prompt(feedback, same), same, user)
+    own = [match for match in prompted if user and match.interaction.user == user]
     if own:
         return min(own, key=_order)
     others = near()
-    told = {match.key for match in matches}
-    matches += [match for match in by_text(feedback, others, parse) if match.key not in told]
-    if feedback.user and any(one.user == feedback.user for one in (*same, *others)):
-        # Somebody else's answer to the same prompt fits, but this user asked too, and got another one.
-        matches = [match for match in matches if match.interaction.user == feedback.user]
-    elif len({match.interaction.user for match in matches}) > 1:
+    told = {match.key for match in prompted}
+    texts = [match for match in by_text(feedback, others, parse) if match.key not in told]
+    matches = prompted + _theirs(texts, others, user)
+    matches = [match for match in matches if user and match.interaction.user == user] or matches
+    if len({match.interaction.user for match in matches}) > 1:
         return None
     return min(matches, key=_order, default=None)
+
+
+def _theirs(matches: list[Match], asked: Sequence[Interaction], user: str) -> list[Match]:
+    """Only the user's own, where the user is among those who asked: somebody else's answer fits, but this
+    user got another one."""
+    if user and any(one.user == user for one in asked):
+        return [match for match in matches if match.interaction.user == user]
+    return matches
 
 
 def _order(match: Match) -> tuple[bool, bool, bool, float, int]:
