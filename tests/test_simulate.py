@@ -346,7 +346,7 @@ async def test_cancelling_closes_the_socket(server: Server) -> None:
         speed=100,
     )
     assert (report.cancelled, report.shown, report.errors) == (4, 0, 0)
-    for _ in range(100):
+    for _ in range(500):  # the server notices when it next writes
         if server.closed == 4:
             break
         await asyncio.sleep(0.02)
