@@ -82,7 +82,9 @@ PUBLISH = Histogram(
     buckets=_SLOW,
 )
 LOAD_FAILURES = Counter(
-    "onlinerl_load_failures", "Versions that an engine failed to load, or whose files are broken.", ("policy",)
+    "onlinerl_load_failures",
+    "Versions that an engine failed to load, or whose files are broken.",
+    ("policy",),
 )
 
 # ----------------------------------------------------------------------------------------- runs
