@@ -5,6 +5,7 @@ The tests share one server and leave it running; each of them stands by itself.
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import signal
@@ -19,6 +20,8 @@ from typing import Any
 import httpx
 import pytest
 
+from onlinerl import config, serve
+from onlinerl.engines import embedded
 from onlinerl.store import versions
 from tests.servers import Served, alive, onlinerl, until
 from tests.versions import make_version
@@ -237,3 +240,39 @@ def test_a_taken_port_is_named_with_its_setting(tmp_path: Path, option: str, set
     assert done.stderr.startswith(f"onlinerl: port {port} on 127.0.0.1 is in use")
     assert f"set {setting} ({option})" in done.stderr
     assert not (tmp_path / "home" / "weights").exists()
+
+
+async def test_a_replica_that_does_not_answer_is_killed_and_started_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(serve, "SILENT", 1.0)
+    monkeypatch.setattr(embedded, "STATUS", 0.5)
+    came: asyncio.Queue[str] = asyncio.Queue()
+    went: asyncio.Queue[str] = asyncio.Queue()
+    with serve.socket_folder() as sockets:
+        one = serve.Supervisor(
+            "tab",
+            0,
+            config.Engine(threads=1),
+            sockets=sockets,
+            logs=tmp_path,
+            on_up=came.put_nowait,
+            on_down=went.put_nowait,
+        )
+        keeping = asyncio.create_task(one.run())
+        try:
+            async with asyncio.timeout(90):
+                assert await came.get() == "tab-0"
+                mute = one.pid
+                assert mute is not None
+                os.kill(mute, signal.SIGSTOP)
+                assert await went.get() == "tab-0"
+                assert await came.get() == "tab-0"
+            assert one.pid not in (None, mute)
+            last = one.pid
+        finally:
+            keeping.cancel()
+            await asyncio.gather(keeping, return_exceptions=True)
+            await one.engine.close()
+    assert last is not None
+    assert not alive(last)
