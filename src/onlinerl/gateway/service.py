@@ -125,8 +125,7 @@ class Services:
         """
         service, pinned = self.find(model)
         if pinned is not None:
-            if pinned not in service.pool.servable():
-                await service.ensure(pinned)
+            await service.ensure(pinned)  # also where it is loaded: a version in use is not unloaded
             return Route(service, pinned, "pinned")
         live = service.live()
         if live is None:
