@@ -29,7 +29,7 @@ os.environ["HF_HUB_OFFLINE"] = "1"
 import torch
 import transformers
 from tokenizers import Tokenizer
-from transformers import AutoModelForCausalLM, ContinuousBatchingConfig, GenerationConfig
+from transformers import AutoModelForCausalLM, ContinuousBatchingConfig
 
 from onlinerl.engines.embedded import EmbeddedEngine
 from onlinerl.records import FinishReason, Generation, Token, Version, VersionState
@@ -39,6 +39,7 @@ from onlinerl.weights.directory import resolve_model
 
 MODEL = resolve_model("fim-27m")
 RESULTS = Path(__file__).parent / "results" / "engine.json"
+GenerationConfig: Any = transformers.GenerationConfig
 Prompt = tuple[int, ...]
 Contender = Callable[[Sequence[Prompt], int, int], int]
 """Prompts, new tokens for each, concurrency → tokens made."""
@@ -236,7 +237,7 @@ async def gaps(
         await engine.load(version(id))
         loads.append(time.monotonic() - start)
         current = id
-        while any(v != id for v in running.values()):
+        while any(v != id for v in running.values()):  # noqa: ASYNC110 - a look now and then is enough here
             await asyncio.sleep(0.01)
         windows.append((start, time.monotonic()))
         await engine.unload(id - 1)

@@ -93,8 +93,7 @@ class Group:
         self.waiting = 0
         self.leaving = False
         """Takes no new requests: forgotten when the last sequence ends."""
-        itemsize = weights.tensors[0].element_size()
-        fits = CACHE_BYTES // max(1, concurrency * skeleton.width * itemsize)
+        fits = CACHE_BYTES // max(1, concurrency * skeleton.width * skeleton.dtype.itemsize)
         self._cache = Rows(concurrency, min(skeleton.context, max(512, fits)))
         self._rows = [Row(index) for index in range(concurrency)]
         self._free = list(self._rows)
@@ -104,7 +103,7 @@ class Group:
         self.reading: list[Running] = []
         """In the order of arrival."""
         self._positions = torch.arange(skeleton.context, device=skeleton.device)
-        self._dtype = weights.tensors[0].dtype
+        self._dtype = skeleton.dtype
 
     @property
     def running(self) -> int:
