@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import queue
+import random
 import sqlite3
 import threading
 import time
@@ -28,6 +29,8 @@ HEAD = "0001"
 """The newest migration; a test holds it against the files."""
 GROUP = 512
 """Most operations in one transaction of the Writer: bounds how long the first of them waits."""
+GAP = 0.001
+"""Seconds that a busy Writer leaves between two transactions, so that other processes can write too."""
 
 
 class Database:
@@ -39,8 +42,8 @@ class Database:
     def __init__(self, url: sa.URL) -> None:
         self.url = url
         # Readers get connections that cannot write: a read that writes is a fault, and says so.
-        self._readers = _engine(url, begin="BEGIN", read_only=True)
-        self._writers = _engine(url, begin="BEGIN IMMEDIATE", read_only=False)
+        self._readers = _engine(url, _begin_snapshot, read_only=True)
+        self._writers = _engine(url, _begin_writing, read_only=False)
 
     @classmethod
     def open(cls, url: str) -> Database:
@@ -145,20 +148,55 @@ def migrate(connection: Connection, revision: str = "head") -> None:
     command.upgrade(settings, revision)
 
 
-def _engine(url: sa.URL, *, begin: str, read_only: bool) -> sa.Engine:
-    engine = sa.create_engine(url, connect_args={"timeout": BUSY}, pool_size=8, max_overflow=64)
+def _engine(url: sa.URL, begin: Callable[[sqlite3.Connection], None], *, read_only: bool) -> sa.Engine:
+    engine = sa.create_engine(
+        url,
+        connect_args={"timeout": BUSY},
+        pool_size=8,
+        max_overflow=64,
+        hide_parameters=True,  # they are people's code, and an exception's text ends in logs
+    )
 
     @sa.event.listens_for(engine, "connect")
     def _connect(connection: sqlite3.Connection, _record: Any) -> None:
         connection.isolation_level = None  # transactions begin where SQLAlchemy says so, and as we say below
-        for pragma in ("synchronous=FULL", "foreign_keys=ON", f"query_only={'ON' if read_only else 'OFF'}"):
-            connection.execute(f"PRAGMA {pragma}").close()
+        try:
+            for pragma in (
+                "synchronous=FULL",
+                "foreign_keys=ON",
+                f"query_only={'ON' if read_only else 'OFF'}",
+            ):
+                connection.execute(f"PRAGMA {pragma}").close()
+        except sqlite3.Error:
+            connection.close()  # the pool does not know it yet
+            raise
 
     @sa.event.listens_for(engine, "begin")
     def _begin(connection: Connection) -> None:
-        connection.exec_driver_sql(begin)
+        driver = connection.connection.driver_connection
+        if not isinstance(driver, sqlite3.Connection):
+            raise AssertionError(f"{driver!r} is no SQLite connection")
+        begin(driver)
 
     return engine
+
+
+def _begin_snapshot(connection: sqlite3.Connection) -> None:
+    connection.execute("BEGIN").close()
+
+
+def _begin_writing(connection: sqlite3.Connection) -> None:
+    """Wait for the write lock. SQLite's own waiting looks at it every 100 ms in the end, and so finds the
+    short gaps of a busy writer by luck alone: seconds, measured. This one looks every millisecond or two."""
+    deadline = time.monotonic() + BUSY
+    while True:
+        try:
+            connection.execute("BEGIN IMMEDIATE").close()
+            return
+        except sqlite3.OperationalError as error:
+            if "locked" not in str(error) or time.monotonic() > deadline:
+                raise
+        time.sleep(random.uniform(0.0005, 0.002))
 
 
 @contextmanager
@@ -169,11 +207,12 @@ def _explained(url: sa.URL) -> Iterator[None]:
     except IntegrityError:
         raise
     except DBAPIError as error:
-        raise StoreError(_sentence(error, url)) from error
+        raise StoreError(_sentence(str(error.orig), url)) from error
+    except sqlite3.Error as error:  # while a connection is made, nobody has wrapped it yet
+        raise StoreError(_sentence(str(error), url)) from error
 
 
-def _sentence(error: DBAPIError, url: sa.URL) -> str:
-    text = str(error.orig)
+def _sentence(text: str, url: sa.URL) -> str:
     where = url.database
     if "disk is full" in text or "disk I/O error" in text:
         return f"the disk of {where} is full or failing ({text}): make room, nothing was written"
@@ -268,6 +307,8 @@ class Writer:
                     break
             if group:
                 _answer(self._commit(group))
+                if not self._queue.empty():
+                    time.sleep(GAP)
 
     def _commit(self, group: list[_Waiting]) -> list[_Outcome]:
         outcomes: list[_Outcome] = []

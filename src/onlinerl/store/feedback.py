@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import sqlalchemy as sa
@@ -18,7 +19,46 @@ from onlinerl.store import tallies
 from onlinerl.store.schema import feedback as table
 from onlinerl.store.schema import interactions
 
-_VERDICT_EVENTS = tuple(event.value for event in EVENT_VERDICTS)
+# Statements on the path of every request are built once: building one costs as much as running it.
+_INSERT = table.insert()
+_TARGET = sa.select(
+    *[
+        interactions.c[name]
+        for name in (
+            "seq", "policy", "version", "at", "completion", "untrainable", "displayed", "verdict",
+            "retained_characters", "shown_at", "use",
+        )
+    ]
+).where(
+    interactions.c.id == sa.bindparam("of_id"),
+    interactions.c.index == sa.bindparam("of_index"),
+    interactions.c.project == sa.bindparam("of_project"),
+)  # fmt: skip
+_WAITING = (
+    sa.select(table)
+    .where(
+        table.c.id == sa.bindparam("of_id"),
+        table.c.index == sa.bindparam("of_index"),
+        table.c.status == FeedbackStatus.UNMATCHED.value,
+    )
+    .order_by(table.c.seq)
+)
+_SUPERSEDE = (
+    table.update()
+    .where(
+        table.c.interaction == sa.bindparam("of_seq"),
+        table.c.status == FeedbackStatus.MATCHED.value,
+        table.c.event.in_([event.value for event in EVENT_VERDICTS]),
+    )
+    .values(status=FeedbackStatus.SUPERSEDED.value)
+)
+
+
+@cache
+def _change(names: tuple[str, ...]) -> sa.Update:
+    """The statement that sets these columns of one interaction."""
+    new: dict[str, Any] = {name: sa.bindparam(f"new_{name}") for name in names}
+    return interactions.update().where(interactions.c.seq == sa.bindparam("of_seq")).values(new)
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,36 +100,33 @@ def record(
     target = None if named is None else _target(c, *named, feedback.project)
     status = FeedbackStatus.UNMATCHED if target is None else _apply(c, target, report)
     c.execute(
-        table.insert().values(
-            at=feedback.at,
-            source=feedback.source,
-            event=feedback.event.value,
-            status=status.value,
-            project=feedback.project,
-            user=feedback.user,
-            id=None if named is None else named[0],
-            index=feedback.index if named is None else named[1],
-            interaction=None if target is None else target.seq,
-            deadline=deadline,
-            displayed_text=feedback.displayed_text,
-            accepted_text=feedback.accepted_text,
-            retained_characters=feedback.retained_characters,
-            score=feedback.score,
-            client_id=feedback.client_id,
-            cached=feedback.cached,
-            payload=json.dumps(dict(feedback.payload), default=str),
-        )
+        _INSERT,
+        {
+            "at": feedback.at,
+            "source": feedback.source,
+            "event": feedback.event.value,
+            "status": status.value,
+            "project": feedback.project,
+            "user": feedback.user,
+            "id": None if named is None else named[0],
+            "index": feedback.index if named is None else named[1],
+            "interaction": None if target is None else target.seq,
+            "deadline": deadline,
+            "displayed_text": feedback.displayed_text,
+            "accepted_text": feedback.accepted_text,
+            "retained_characters": feedback.retained_characters,
+            "score": feedback.score,
+            "client_id": feedback.client_id,
+            "cached": feedback.cached,
+            "payload": json.dumps(dict(feedback.payload), default=str),
+        },
     )
     return status
 
 
 def rejoin(c: Connection, id: str, index: int) -> int:
     """Let the feedback that named an interaction before it was written act on it; returns how many."""
-    waiting = c.execute(
-        sa.select(table)
-        .where(table.c.id == id, table.c.index == index, table.c.status == FeedbackStatus.UNMATCHED.value)
-        .order_by(table.c.seq)
-    ).all()
+    waiting = c.execute(_WAITING, {"of_id": id, "of_index": index}).all()
     joined = 0
     for row in waiting:
         target = _target(c, id, index, row.project)
@@ -151,14 +188,8 @@ def displayed_characters(completion: str, displayed_text: str | None) -> int | N
 
 
 def _target(c: Connection, id: str, index: int, project: str) -> Row[Any] | None:
-    names = (
-        "seq", "policy", "version", "at", "completion", "untrainable", "displayed", "verdict",
-        "retained_characters", "shown_at", "use",
-    )  # fmt: skip
-    query = sa.select(*[interactions.c[name] for name in names]).where(
-        interactions.c.id == id, interactions.c.index == index, interactions.c.project == project
-    )
-    row: Row[Any] | None = c.execute(query).first()
+    where = {"of_id": id, "of_index": index, "of_project": project}
+    row: Row[Any] | None = c.execute(_TARGET, where).first()
     return row
 
 
@@ -177,7 +208,8 @@ def _apply(c: Connection, target: Row[Any], report: _Report) -> FeedbackStatus:
     elif status is not FeedbackStatus.LATE:
         changes |= _details(target, report)
     if changes:
-        c.execute(interactions.update().where(interactions.c.seq == target.seq).values(**changes))
+        new = {f"new_{name}": value for name, value in changes.items()}
+        c.execute(_change(tuple(sorted(changes))), {"of_seq": target.seq, **new})
     return status
 
 
@@ -203,15 +235,8 @@ def _with_verdict(
         return FeedbackStatus.SUPERSEDED, {}
     if target.use == "claimed":
         return FeedbackStatus.LATE, {}
-    c.execute(
-        table.update()
-        .where(
-            table.c.interaction == target.seq,
-            table.c.status == FeedbackStatus.MATCHED.value,
-            table.c.event.in_(_VERDICT_EVENTS),
-        )
-        .values(status=FeedbackStatus.SUPERSEDED.value)
-    )
+    if current is not None and current is not Verdict.SILENT:
+        c.execute(_SUPERSEDE, {"of_seq": target.seq})
     moved = {verdict.value: 1}
     if current is not None and current is not Verdict.SILENT:
         moved[current.value] = -1

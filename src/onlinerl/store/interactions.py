@@ -67,6 +67,12 @@ class VersionCounts:
 
 # --------------------------------------------------------------------------------- write and read
 
+# Statements on the path of every request are built once: building one costs as much as running it.
+_NAMED = (table.c.id == sa.bindparam("of_id"), table.c.index == sa.bindparam("of_index"))
+_FIND = sa.select(table.c.seq).where(*_NAMED)
+_GET = sa.select(table).where(*_NAMED)
+_INSERT = table.insert()
+
 
 def insert(c: Connection, interactions: Sequence[Interaction]) -> None:
     """Keep what was served. One that is there already, by (id, index), is left as it is.
@@ -74,11 +80,10 @@ def insert(c: Connection, interactions: Sequence[Interaction]) -> None:
     Silent answers get their verdict here. Feedback that came before its interaction joins it now.
     """
     for one in interactions:
-        where = (table.c.id == one.id) & (table.c.index == one.index)
-        if c.execute(sa.select(table.c.seq).where(where)).first() is not None:
+        if c.execute(_FIND, {"of_id": one.id, "of_index": one.index}).first() is not None:
             continue
         row = _row(one)
-        c.execute(table.insert(), row)
+        c.execute(_INSERT, row)
         changes = {"opportunities": 1}
         if row["kind"] != "nothing":
             changes[row["kind"]] = 1
@@ -90,7 +95,7 @@ def insert(c: Connection, interactions: Sequence[Interaction]) -> None:
 
 def get(c: Connection, id: str, index: int = 0) -> Interaction | None:
     """One interaction by its name; None when there is none."""
-    row = c.execute(sa.select(table).where(table.c.id == id, table.c.index == index)).first()
+    row = c.execute(_GET, {"of_id": id, "of_index": index}).first()
     return None if row is None else _interaction(row)
 
 

@@ -12,15 +12,22 @@ from onlinerl.store.schema import tallies as table
 NAMES = ("opportunities", "shown", "silent", "accepted", "rejected", "timeout")
 
 
+# Statements on the path of every request are built once: building one costs as much as running it.
+_ADD = (
+    table.update()
+    .where(table.c.policy == sa.bindparam("of_policy"), table.c.version == sa.bindparam("of_version"))
+    .values({name: table.c[name] + sa.bindparam(f"more_{name}") for name in NAMES})
+)
+_INSERT = table.insert()
+
+
 def add(c: Connection, policy: str, version: int, **changes: int) -> None:
     """Add to counts of NAMES; a change may be negative."""
-    where = (table.c.policy == policy) & (table.c.version == version)
-    updated = c.execute(
-        table.update().where(where).values({name: table.c[name] + change for name, change in changes.items()})
-    )
+    more = {f"more_{name}": changes.get(name, 0) for name in NAMES}
+    updated = c.execute(_ADD, {"of_policy": policy, "of_version": version, **more})
     if updated.rowcount == 0:
         row = dict.fromkeys(NAMES, 0) | changes
-        c.execute(table.insert().values(policy=policy, version=version, **row))
+        c.execute(_INSERT, {"policy": policy, "version": version, **row})
 
 
 def totals(c: Connection, policy: str) -> dict[str, int]:

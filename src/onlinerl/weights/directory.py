@@ -34,7 +34,7 @@ MANIFEST = "manifest.json"
 FORMAT = 1
 """Of the manifest; a reader refuses a newer one."""
 ABANDONED = 3600.0
-"""Seconds without a change after which gc takes a folder that no database names: nobody writes it any more."""
+"""Seconds without a change after which gc takes a folder that no database names: nobody writes it."""
 
 _INDEX = "model.safetensors.index.json"
 _COMPANIONS = (
