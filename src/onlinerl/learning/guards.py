@@ -11,6 +11,9 @@ from onlinerl import config
 from onlinerl.errors import GuardTripped
 from onlinerl.learning.losses import next_multiplier
 
+VETOED = 0.5
+"""Share of vetoed tokens above which the policy has left what was served: the KL, an estimate from those
+very tokens, can no longer see it."""
 ENOUGH = 8
 """Samples from which on a batch's means are judged; the last batch of a run may be smaller."""
 WARM = 5
@@ -51,7 +54,7 @@ class Bands:
         self.norms = [*self.norms[1 - MEMORY :], norm]
 
     def batch(self, numbers: Mapping[str, float], samples: int) -> None:
-        """After a batch. Uses kl, entropy, length (absent: not judged) and clip_fraction of `numbers`.
+        """After a batch. Uses kl and entropy of `numbers`, and length, clip_fraction, veto_fraction if there.
 
         A number that is none trips always; means of fewer than ENOUGH samples do not.
         """
@@ -66,9 +69,15 @@ class Bands:
         if self.length is None and length:
             self.length = length
         guards = self.guards
+        if numbers.get("veto_fraction", 0.0) > VETOED:
+            raise GuardTripped(
+                f"train.veto: {numbers['veto_fraction']:.2f} of the tokens are in answers that the policy "
+                "would never give any more"
+            )
         if numbers["kl"] > guards.kl:
             raise GuardTripped(
-                f"guards.kl: the KL per token to the run's start is {numbers['kl']:.3g}, above {guards.kl:g}"
+                f"guards.kl: the KL per token to the last promoted version is {numbers['kl']:.3g}, "
+                f"above {guards.kl:g}"
             )
         if numbers["entropy"] < guards.entropy * self.entropy:
             raise GuardTripped(

@@ -19,8 +19,12 @@ from onlinerl.records import Sample, Scored
 
 TRUSTED = 0.02
 """Mean |log π_trainer − log π_engine| per token up to which the engine's numbers are the trainer's own, so
-that an answer sampled from the run's parent need not be scored under the parent again. fp32 on both sides
-differs by 1e-5, bf16 by 1e-2; an int8 engine fails, and then the parent is asked."""
+that an answer sampled from the reference need not be scored under it again. fp32 on both sides
+differs by 1e-5, bf16 by 1e-2; an int8 engine fails, and then the reference is asked."""
+
+
+JUDGED = ("kl", "entropy", "clip_fraction", "length", "veto_fraction")
+"""Numbers of a step that the guards look at."""
 
 
 @dataclass(slots=True)
@@ -56,8 +60,8 @@ class Totals:
 class Learner:
     """Holds the weights in training, their optimiser, and (only when needed) the models to compare with.
 
-    `parent` and `holdout` make the run's parent version and the first version when they are first asked
-    for: many batches need neither.
+    `load` makes a version's model: the reference of the KL (the last promoted version, at first the run's
+    parent) and the first version are loaded when they are first asked for; many batches need neither.
     """
 
     def __init__(
@@ -65,20 +69,19 @@ class Learner:
         policy: PolicyModel,
         train: config.Train,
         *,
-        parent_version: int,
-        parent: Callable[[], PolicyModel],
-        holdout: Callable[[], PolicyModel],
+        reference: int,
+        load: Callable[[int], PolicyModel],
     ) -> None:
         self.policy = policy
         self.train = train
         self.settings = LossSettings.of(train)
-        self.parent_version = parent_version
-        self._make_parent = parent
-        self._make_holdout = holdout
-        self._parent: PolicyModel | None = None
+        self.reference = reference
+        """Version that the KL is measured to."""
+        self._load = load
+        self._referee: PolicyModel | None = None
         self._holdout: PolicyModel | None = None
         self.moved = False
-        """False while the weights are still the parent's."""
+        """False while the weights are still the reference's."""
         self.trusted: bool | None = None
         """Whether the engine's log-probabilities are as good as the trainer's; None: not measured yet."""
         self.parameters = policy.parameters()
@@ -92,6 +95,11 @@ class Learner:
             weight_decay=train.weight_decay,
             fused=True,
         )
+
+    def rebase(self, version: int, *, moved: bool) -> None:
+        """Measure the KL to another version from now on."""
+        self.reference, self.moved = version, moved
+        self._referee = None
 
     # ------------------------------------------------------------------------------------ one batch
 
@@ -116,10 +124,7 @@ class Learner:
             self.moved = True
         show = torch.cat([p.show for parts in minibatches for p in parts if p.show is not None]).mean().item()
         numbers = self._metrics(totals, batch, show)
-        bands.batch(
-            {name: numbers[name] for name in ("kl", "entropy", "clip_fraction", "length") if name in numbers},
-            len(batch),
-        )
+        bands.batch({name: numbers[name] for name in JUDGED if name in numbers}, len(batch))
         if self.settings.show:
             numbers |= self._silence(show, samples, bands)
         return numbers
@@ -204,33 +209,33 @@ class Learner:
                     part.reference = part.prox
 
     def _measure_trust(self, parts: Sequence[Part], samples: Sequence[Sample]) -> None:
-        """In a run's first batch π_prox is the parent: hold it against what the engine said of the parent."""
+        """While the weights are the reference's, π_prox is π_ref: hold it against what the engine said."""
         differences = [
-            (part.prox - part.behaviour)[self._from_parent(part, samples)].abs()
+            (part.prox - part.behaviour)[self._from_reference(part, samples)].abs()
             for part in parts
             if part.prox is not None
         ]
         if differences and sum(d.numel() for d in differences):
             self.trusted = bool(torch.cat(differences).mean().item() < TRUSTED)
 
-    def _from_parent(self, part: Part, samples: Sequence[Sample]) -> Tensor:
-        """Which judged tokens were sampled from the run's parent, unchanged by top-p: bool [K]."""
+    def _from_reference(self, part: Part, samples: Sequence[Sample]) -> Tensor:
+        """Which judged tokens were sampled from the reference, unchanged by top-p: bool [K]."""
         own = [
-            samples[place].version == self.parent_version and samples[place].top_p == 1.0
+            samples[place].version == self.reference and samples[place].top_p == 1.0
             for place in part.pack.samples
         ]
         return torch.tensor(own, device=self.policy.device)[part.pack.sequence]
 
     def _reference(self, part: Part, samples: Sequence[Sample], policy: Tensor | None) -> Tensor:
-        """log π_parent of the judged tokens, [K]."""
+        """log π_ref of the judged tokens, [K]."""
         if not self.moved and policy is not None:
             return policy
-        if self.trusted and bool(self._from_parent(part, samples).all()):
+        if self.trusted and bool(self._from_reference(part, samples).all()):
             return part.behaviour
-        if self._parent is None:
-            self._parent = self._make_parent()
+        if self._referee is None:
+            self._referee = self._load(self.reference)
         with torch.no_grad():
-            return self._parent.score(part.pack).logprobs
+            return self._referee.score(part.pack).logprobs
 
     def _minibatch(self, parts: Sequence[Part], bands: Bands, totals: Totals) -> bool:
         """One optimiser step. False: nothing was done, since the first look at π_prox changed which
@@ -310,7 +315,7 @@ class Learner:
             bands.violations = 0
             return {"multiplier": bands.multiplier}
         if self._holdout is None:
-            self._holdout = self._make_holdout()
+            self._holdout = self._load(0)
         prompts = [replace(s, loss_mask=(False,) * len(s.loss_mask)) for s in samples]
         shows = [
             self._score(self._holdout, part).show
@@ -335,6 +340,7 @@ class Learner:
             "ess": losses.effective_sample_size(totals.get("weight"), totals.get("weight_squared"), tokens),
             "tokens": totals.get("tokens"),
             "vetoed": totals.get("vetoed"),
+            "veto_fraction": totals.get("vetoed") / max(1.0, totals.get("tokens") + totals.get("vetoed")),
             "masked": float(sum(len(s.sample.loss_mask) - sum(s.sample.loss_mask) for s in batch)),
             "reward": sum(rewards) / len(rewards),
             "show": show,

@@ -106,9 +106,8 @@ class Trainer(Worker[Scored, None]):
         self.learner = Learner(
             model(self.version),
             self.train,
-            parent_version=self.run_record.parent,
-            parent=lambda: model(self.run_record.parent),
-            holdout=lambda: model(0),
+            reference=self.run_record.parent,
+            load=model,
         )
         self._names = self._stored_names()
         if checkpoint is not None:
@@ -165,7 +164,8 @@ class Trainer(Worker[Scored, None]):
             self.samples = state["samples"]
             self.first_at, self.last_at = state["first_at"], state["last_at"]
             self.best, self.misses = state["best"], state["misses"]
-            self.learner.moved, self.learner.trusted = state["moved"], state["trusted"]
+            self.learner.rebase(state["reference"], moved=state["moved"])
+            self.learner.trusted = state["trusted"]
             self._owed = state["owed"]
             self.message = state["message"]
         except KeyError as error:
@@ -206,7 +206,6 @@ class Trainer(Worker[Scored, None]):
         if self._owed:
             self._version()
         while not self.message and not self.control.stopping:
-            self._pause()
             batch = self._next(input)
             if batch is None:
                 break
@@ -226,6 +225,7 @@ class Trainer(Worker[Scored, None]):
         number = self.batch + 1
         samples: list[Scored] = []
         while len(samples) < self.train.batch:
+            self._pause()
             if self.control.stopping:
                 return None
             more = input.take(self.train.batch - len(samples), timeout=0.2)
@@ -244,6 +244,9 @@ class Trainer(Worker[Scored, None]):
         with self.control.database.read() as c:
             chain = lineage(c, versions.get(c, self.policy, self.version))
             counts = interactions.counts(c, policy=self.policy)
+            live = versions.live(c, self.policy)
+        if live.run == self.run_record.id and live.id != self.learner.reference:
+            self.learner.rebase(live.id, moved=self.batch != live.step)
         began = time.perf_counter()
         numbers: dict[str, float] = {}
         if usable:
@@ -322,6 +325,7 @@ class Trainer(Worker[Scored, None]):
             "last_at": self.last_at,
             "best": self.best,
             "misses": self.misses,
+            "reference": self.learner.reference,
             "moved": self.learner.moved,
             "trusted": self.learner.trusted,
             "owed": self._owed,
