@@ -17,7 +17,6 @@ from typing import Any
 import pytest
 import torch
 from click.testing import CliRunner
-from tests.synthetic import fill, load, sample, start, tiny_model
 
 from onlinerl.config import Settings, load_settings
 from onlinerl.errors import GuardTripped
@@ -32,6 +31,7 @@ from onlinerl.records import Run, RunState, Verdict, Version, VersionState
 from onlinerl.store import interactions, runs, versions
 from onlinerl.store.database import Database
 from onlinerl.weights import directory
+from tests.synthetic import fill, load, sample, start, tiny_model
 
 FAST = (
     "policies.tab.train.lr=3e-3",
