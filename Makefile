@@ -5,15 +5,17 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest
 
-.PHONY: demo test check test-slow soak bench docs clean install
+.PHONY: demo test check lint test-slow soak bench docs clean install
 
 demo: $(STAMP)  ## the whole loop on this machine, at most 12 minutes
 	$(BIN)/onlinerl demo
 
 test: check  ## everything but the slow tier, under 15 minutes
+
+check: lint  ## the whole truth: style, types, who may import whom, and the tests with warnings as errors
 	$(PYTEST)
 
-check: $(STAMP)  ## style, types, and who may import whom
+lint: $(STAMP)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy

@@ -43,7 +43,8 @@ def replica(**settings: Any) -> Iterator[Replica]:
         socket = Path(folder) / "r.sock"
         environment = {
             **os.environ,
-            "ONLINERL_SETTINGS": Engine(threads=1, **settings).model_dump_json(),
+            # float32 on any device: what is exact to 1e-4 there is not so in bfloat16
+            "ONLINERL_SETTINGS": Engine(**{"threads": 1, "dtype": "float32", **settings}).model_dump_json(),
             "PYTHONPATH": os.pathsep.join(sys.path),
         }
         process = subprocess.Popen(
