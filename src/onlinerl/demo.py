@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import json
 import math
+import random
 import subprocess
 import sys
 import time
@@ -293,7 +294,11 @@ class _Demo:
         self.served = 0
         kinds = (Kind.REST, Kind.LINE)
         most = budget.baseline + budget.final + budget.rolled_back + 128 * budget.steps
-        self.prompts = fim.collect(split="train", limit=most, characters=CHARACTERS, kinds=kinds).prompts
+        prompts = list(fim.collect(split="train", limit=most, characters=CHARACTERS, kinds=kinds).prompts)
+        # `collect` goes round the files, and small ones run out: shuffled, every version gets prompts
+        # of the same kind, and the comparison of versions is one of versions.
+        random.Random(0).shuffle(prompts)
+        self.prompts = prompts
         self.exam = fim.collect(
             split="test", limit=budget.held_out, characters=CHARACTERS, kinds=kinds
         ).prompts
