@@ -216,7 +216,7 @@ def main() -> None:
             name, json.dumps(results[name]["tokens_per_second"]), "ratio", results[name]["ratio"], flush=True
         )
     report = {
-        "what": "one PPO step (forward, loss, backward, clip, AdamW); tokens without padding; best of repeats",
+        "what": "one PPO step (forward, loss, backward, clip, AdamW); tokens without padding; best repeat",
         "model": given.model,
         "samples": given.samples,
         "threads": given.threads,
