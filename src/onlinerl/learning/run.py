@@ -65,10 +65,12 @@ def train(
 
 
 def tau(c: Connection, settings: config.Settings, policy: str) -> float:
-    """τ of a run that starts now."""
+    """τ of a run that starts now. `raw` is the seed's setting, whose rewards are 1 and 0: its τ is 0."""
     rewards = settings.policies[policy].rewards
     if rewards.tau != "auto":
         return rewards.tau
+    if settings.policies[policy].train.mode == "raw":
+        return 0.0
     counts = interactions.counts(c, policy=policy)
     return auto_tau(counts.accepted, counts.opportunities, rewards.tau_limit)
 
