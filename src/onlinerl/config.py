@@ -100,7 +100,7 @@ class Rewards(Node):
 
     tau: Fraction | Literal["auto"] = "auto"
     """The accept rate at which showing and silence are worth the same. auto: half of the running mean
-    of accepts per opportunity, at most `tau_limit`, set when a run starts and held for that run; 0 in raw mode."""
+    of accepts per opportunity, at most `tau_limit`, set when a run starts and held for it; 0 in raw mode."""
     tau_limit: Fraction = 0.25
     """Upper bound of τ under auto."""
     timeout_weight: Fraction = 0.5
