@@ -66,7 +66,7 @@ class Answer:
     status: int = 0
     id: str = ""
     version: str = ""
-    """Of the header."""
+    """By the header, as `tab@3`."""
     fingerprints: set[str] = field(default_factory=set)
     text: str = ""
     finish: str | None = None
@@ -155,7 +155,7 @@ class Clients:
         try:
             async with self.session.post(f"{self.url}/v1/completions", json=body) as response:
                 answer.status = response.status
-                answer.version = response.headers.get("x-onlinerl-version", "")
+                answer.version = f"tab@{response.headers.get('x-onlinerl-version')}"
                 if response.status != 200:
                     reply = await response.json()
                     if "retry-after" in response.headers:

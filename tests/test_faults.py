@@ -65,9 +65,11 @@ def sampled(rng: random.Random) -> float:
 
 RING = (
     "policies.tab.publish=immediately",
-    "policies.tab.trigger.feedback=24",
+    "policies.tab.trigger.feedback=16",
     "policies.tab.trigger.cooldown=0",
+    "policies.tab.trigger.interval=0.2",
     "policies.tab.train.batch=4",
+    "policies.tab.train.minibatches=1",
     "policies.tab.train.lr=1e-6",
     "policies.tab.train.version_every=4",
     "policies.tab.train.checkpoint_every=2",
@@ -126,18 +128,18 @@ async def test_trainer_killed_in_mid_step(ring: Served, seed: int) -> None:
     by_hand = seed % 2 == 1
     with incident("trainer", seed) as facts:
         async with Clients.of(ring, seed) as clients:
-            clients.work(2, temperature=1.0, max_tokens=6)
+            clients.work(1, temperature=1.0, max_tokens=6)
             if by_hand:  # a person's run, fewer verdicts than the trigger waits for
-                await feed(clients, 20)
+                await feed(clients, 14)
                 process = train_by_hand(ring)
             else:
-                await feed(clients, 32)
+                await feed(clients, 20)
             await eventually(
                 lambda: (run := newest_run(ring)) is not None and run.id > last, 120, "a run begins"
             )
             run = newest_run(ring)
             assert run is not None
-            target = rng.randint(1, 3)
+            target = rng.choice((0, 1, 1, 2))  # 0: while it loads
             await eventually(
                 lambda: sum(e["event"] == "step" for e in log(ring.home, run.id)) >= target, 120, "steps"
             )
@@ -214,7 +216,8 @@ async def test_trainer_killed_in_mid_step(ring: Served, seed: int) -> None:
                 "AND untrainable = '' AND use NOT IN ('claimed', 'labelled')",
             )
             assert loose[0]["n"] == 0
-        collect(ring.home)
+        if seed % 3 == 2:
+            collect(ring.home)
 
 
 # ------------------------------------------------------------------------------------------- engine
@@ -390,6 +393,10 @@ def steady(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     one.stop()
 
 
+CHECKED = 32
+"""Answers of those in flight during a switch whose every token is held against a dense pass: the last."""
+
+
 def gaps(answers: list[Answer], start: float, end: float) -> list[float]:
     """Seconds between two pieces of text that ended within a stretch of time."""
     return [
@@ -428,7 +435,11 @@ def off(model: Any, one: Interaction) -> float:
 async def test_weights_switched_under_streams(steady: Served, seed: int) -> None:
     torch.set_num_threads(1)
     texts = [list(text) for text in prompts(16, 80)]
-    body = {"stream": True, "temperature": sampled, "max_tokens": lambda rng: rng.randint(20, 60)}
+    body: dict[str, Any] = {
+        "stream": True,
+        "temperature": sampled,
+        "max_tokens": lambda rng: rng.randint(20, 60),
+    }
     before = steady.version()
     with steady.database() as database:
         made = make_version(steady.settings, database, parent=before, scale=1.01 if seed % 2 else 0.99)
@@ -438,7 +449,7 @@ async def test_weights_switched_under_streams(steady: Served, seed: int) -> None
                 clients.work(1, prompt=text, **body)
             await eventually(lambda: len(clients.answers) >= 4, 90, "the streams run")
             calm = time.monotonic()
-            await asyncio.sleep(3)
+            await asyncio.sleep(2)
             began = time.monotonic()
             done = await asyncio.to_thread(onlinerl, "versions", "promote", made.id, "--home", steady.home)
             assert done.returncode == 0, done.stderr
@@ -466,6 +477,8 @@ async def test_weights_switched_under_streams(steady: Served, seed: int) -> None
         mixed += [one for one in answers if one.ended < began and one.version == made.name]
         crossing = [one for one in answers if one.sent < switched and one.ended > began]
         facts["crossing"] = len(crossing)
+        checked = sorted(crossing, key=lambda one: -one.ended)[:CHECKED]
+        facts["logprobs_checked"] = sum(len(one.times) for one in checked)
         models: dict[int, Any] = {}
         worst = 0.0
         with steady.database() as database, database.read() as c:
@@ -474,6 +487,8 @@ async def test_weights_switched_under_streams(steady: Served, seed: int) -> None
                 assert kept is not None
                 if not (kept.version == kept.version_end and f"tab@{kept.version}" == one.version):
                     mixed.append(one)
+                if one not in checked:
+                    continue
                 if kept.version not in models:
                     models[kept.version] = dense(versions.get(c, "tab", kept.version).url)
                 worst = max(worst, off(models[kept.version], kept))
@@ -481,12 +496,13 @@ async def test_weights_switched_under_streams(steady: Served, seed: int) -> None
         facts["logprobs_off"] = float(f"{worst:.2g}")
         assert clients.outcomes().keys() == {"whole"}, "0 failed"
         assert mixed == []
-        assert {one.version for one in crossing} == names, "on both sides of the switch"
+        assert {one.version for one in checked} == names, "on both sides of the switch"
         assert worst < 1e-4
         # Generous, since other work may share the cores; bench/engine.py holds it against 2x.
         assert facts["gap_max_switch"] < 10, "0 blocked"
         assert switch_p99 < max(20 * steady_p99, 2.0)
-    collect(steady.home)
+    if seed % 3 == 2:
+        collect(steady.home)
 
 
 # ------------------------------------------------------------------------------- the tokens themselves
