@@ -99,7 +99,9 @@ def _switches(trials: Sequence[dict[str, Any]]) -> list[str]:
         return int(sum(trial.get(name, 0) for trial in trials))
 
     done = [trial for trial in trials if "gap_p99_switch" in trial]
-    ratios = [trial["gap_p99_switch"] / trial["gap_p99_steady"] for trial in done]
+    ratios: dict[str, list[float]] = {"HTTP": [], "command": []}
+    for trial in done:
+        ratios[trial["by"]].append(trial["gap_p99_switch"] / trial["gap_p99_steady"])
     answers = total("answers")
     lines = [
         "| | |",
@@ -118,11 +120,16 @@ def _switches(trials: Sequence[dict[str, Any]]) -> list[str]:
             "| promote until the first new answer, p50 / p95 / max, s | "
             f"{_quantiles([t['switch_seconds'] for t in done])} |",
             f"| longest wait for a token during a switch, s | {max(t['gap_max_switch'] for t in done):.2f} |",
-            f"| p99 between tokens, switch / steady: median of the trials | {np.median(ratios):.2f} |",
+        ]
+        lines += [
+            f"| p99 between tokens, switch / steady, promoted by {by}: median of the trials | "
+            f"{np.median(values):.2f} |"
+            for by, values in ratios.items()
+            if values
         ]
     lines += [
         "",
-        "The `promote` is a process of its own and shares the cores with engine, gateway and clients.",
+        "`onlinerl versions promote` is a process that shares the cores with engine, gateway and clients.",
     ]
     return lines
 

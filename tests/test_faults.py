@@ -28,7 +28,7 @@ from onlinerl.gateway.codec import Codec
 from onlinerl.learning import batches as packing
 from onlinerl.learning.learner import Learner
 from onlinerl.learning.run import train
-from onlinerl.records import Generation, Interaction, Run, RunState
+from onlinerl.records import Generation, Interaction, Run, RunState, Version
 from onlinerl.store import interactions, runs, versions
 from tests.faults import (
     Answer,
@@ -162,8 +162,7 @@ async def test_trainer_killed_in_mid_step(ring: Served, seed: int) -> None:
             await feed(clients, 6)
 
             def carried_on() -> bool:
-                now = newest_run(ring)
-                return now is not None and now.pid != run.pid and bool(log(ring.home, run.id)[-1])
+                return any(event["event"] == "resume" for event in log(ring.home, run.id))
 
             await eventually(carried_on, 120, "somebody carries the run on")
             facts["recovery"] = round(time.monotonic() - killed, 2)
@@ -431,6 +430,18 @@ def off(model: Any, one: Interaction) -> float:
     return float((torch.tensor(one.behavior_logprobs) - expected).abs().max())
 
 
+async def promote(clients: Clients, version: Version, *, by: str) -> None:
+    served = clients.served
+    if by == "command":
+        done = await asyncio.to_thread(onlinerl, "versions", "promote", version.id, "--home", served.home)
+        assert done.returncode == 0, done.stderr
+        return
+    key = (served.home / "admin.key").read_text().strip()
+    url = f"{clients.url}/admin/v1/policies/tab/versions/{version.id}/promote"
+    async with clients.session.post(url, json={}, headers={"authorization": f"Bearer {key}"}) as response:
+        assert response.status == 200, await response.text()
+
+
 @each_trial
 async def test_weights_switched_under_streams(steady: Served, seed: int) -> None:
     torch.set_num_threads(1)
@@ -444,6 +455,7 @@ async def test_weights_switched_under_streams(steady: Served, seed: int) -> None
     with steady.database() as database:
         made = make_version(steady.settings, database, parent=before, scale=1.01 if seed % 2 else 0.99)
     with incident("switch", seed) as facts:
+        facts["by"] = "command" if seed % 2 else "HTTP"
         async with Clients.of(steady, seed) as clients:
             for text in texts:
                 clients.work(1, prompt=text, **body)
@@ -451,8 +463,7 @@ async def test_weights_switched_under_streams(steady: Served, seed: int) -> None
             calm = time.monotonic()
             await asyncio.sleep(2)
             began = time.monotonic()
-            done = await asyncio.to_thread(onlinerl, "versions", "promote", made.id, "--home", steady.home)
-            assert done.returncode == 0, done.stderr
+            await promote(clients, made, by=str(facts["by"]))
 
             def on_the_new() -> list[Answer]:
                 return [one for one in (*clients.answers, *clients.open) if one.version == made.name]
