@@ -24,8 +24,10 @@ lint: $(STAMP)
 test-slow: $(STAMP)  ## at most 45 minutes
 	$(PYTEST) -m slow
 
-soak: $(STAMP)  ## longer than CI allows; run by hand
-	$(PYTEST) -m soak --timeout 0
+soak: $(STAMP)  ## longer than CI allows; run by hand on a quiet machine; writes docs/soak.md
+	mkdir -p build && rm -f build/incidents.jsonl
+	ONLINERL_INCIDENTS=build/incidents.jsonl $(PYTEST) -m soak; code=$$?; \
+	  $(BIN)/python -m tests.soak_report build/incidents.jsonl docs/soak.md && exit $$code
 
 bench: $(STAMP)  ## measurements, as JSON under bench/results
 	for file in bench/[a-z]*.py; do \

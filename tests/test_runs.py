@@ -11,6 +11,7 @@ import threading
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from sqlalchemy.engine import Connection
@@ -215,3 +216,17 @@ def test_of_many_that_start_at_once_one_wins(database: Database) -> None:
     assert len(won) == 1
     assert len(lost) == 7
     assert all(f"run {won[0]} of tab" in text for text in lost)
+
+
+def test_a_resumed_run_ends_where_it_would_have_ended(c: Connection) -> None:
+    def again(**asked: Any) -> Run:
+        return runs.start(
+            c, policy="tab", host=HOST, pid=dead_pid(), settings="", tau_of=lambda _: 0.1, now=1000.0, **asked
+        )[0]
+
+    run = again(follow=True, last_batch=7)
+    assert (run.follow, run.last_batch) == (True, 7)
+    taken = again()
+    assert (taken.id, taken.follow, taken.last_batch) == (run.id, True, 7)
+    more = again(last_batch=9)
+    assert (more.id, more.follow, more.last_batch) == (run.id, True, 9)

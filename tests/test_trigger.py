@@ -270,3 +270,14 @@ async def test_a_run_that_was_told_to_stop_is_closed_when_its_process_died(watch
     await watch.tick(time.time())
     assert watch.started == []
     assert watch.run(dead.id).state is RunState.STOPPED
+
+
+async def test_a_crashed_run_follows_only_if_it_did_before(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, watches: list[Watch]
+) -> None:
+    """The run knows itself; what the trigger would do with its own runs does not matter."""
+    watch = Watch(tmp_path / "home", monkeypatch, "policies.tab.trigger.follow=true")
+    watches.append(watch)
+    watch.dead_run()
+    await watch.tick(time.time())
+    assert watch.started == [False]

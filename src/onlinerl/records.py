@@ -396,6 +396,10 @@ class Run:
     """What somebody asked of it: "", "stop" or "pause"."""
     message: str = ""
     """Why it ended, in words."""
+    follow: bool = False
+    """Whether it keeps going as feedback arrives; whoever carries it on after a crash does the same."""
+    last_batch: int | None = None
+    """Batch after which it ends; None: it has no such bound."""
 
 
 VERSION_TRANSITIONS: Mapping[VersionState, frozenset[VersionState]] = MappingProxyType(

@@ -70,8 +70,7 @@ class Checkpoints:
         staging = self.folder / f".{batch:08d}.new"
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
-            for old in (staging, target):  # same batch again: a run that was resumed
-                shutil.rmtree(old, ignore_errors=True)
+            shutil.rmtree(staging, ignore_errors=True)
             staging.mkdir()
             save_file(
                 {name: t.detach().cpu().contiguous() for name, t in weights.items()}, staging / _WEIGHTS
@@ -83,6 +82,7 @@ class Checkpoints:
             for path in staging.iterdir():
                 sync(path)
             sync(staging)
+            self._remove(batch)  # same batch again: the end of a run, or one that was resumed
             staging.rename(target)
             sync(self.folder)
         except (OSError, SafetensorError) as error:
@@ -107,9 +107,17 @@ class Checkpoints:
         batches = self.batches()
         for batch in batches[: max(0, len(batches) - keep)]:
             if batch != pinned:
-                shutil.rmtree(self.folder / f"{batch:08d}", ignore_errors=True)
-        for leftover in self.folder.glob(".*.new"):
+                self._remove(batch)
+        for leftover in self.folder.glob(".*.*"):
             shutil.rmtree(leftover, ignore_errors=True)
+
+    def _remove(self, batch: int) -> None:
+        """Out of sight in one step, and only then file by file: a kill leaves no half of a checkpoint."""
+        target, gone = self.folder / f"{batch:08d}", self.folder / f".{batch:08d}.old"
+        shutil.rmtree(gone, ignore_errors=True)
+        if target.exists():
+            target.rename(gone)
+            shutil.rmtree(gone, ignore_errors=True)
 
     def batches(self) -> list[int]:
         """Batches with a checkpoint, ascending."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import sys
 import time
 from collections.abc import Mapping
@@ -24,7 +25,11 @@ class RunLog:
 
     def __init__(self, folder: Path, *, total: int | None) -> None:
         folder.mkdir(parents=True, exist_ok=True)
-        self._file = (folder / "log.jsonl").open("a", encoding="utf-8")
+        path = folder / "log.jsonl"
+        torn = _torn(path)
+        self._file = path.open("a", encoding="utf-8")
+        if torn:
+            self._file.write("\n")  # what follows is no part of that line
         self._board = SummaryWriter(str(folder / "tensorboard"))
         self._progress: Progress | None = None
         self._task: TaskID | None = None
@@ -75,3 +80,12 @@ class RunLog:
             self._file.flush()
         self._file.close()
         self._board.close()
+
+
+def _torn(path: Path) -> bool:
+    """Whether a kill or a full disk cut the last line short."""
+    if not path.exists() or not path.stat().st_size:
+        return False
+    with path.open("rb") as file:
+        file.seek(-1, os.SEEK_END)
+        return file.read(1) != b"\n"

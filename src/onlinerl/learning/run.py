@@ -34,7 +34,8 @@ def train(
 ) -> Run:
     """Train `policy` until there is nothing left to learn from (see `Trainer`); returns the ended run.
 
-    Registers the base model as version 0 where there is no version yet. Resumes a run whose process died.
+    Registers the base model as version 0 where there is no version yet. Resumes a run whose process died,
+    which goes on following, or ends at its last step, as it was started.
     Raises RunBusy when a run is at work, GuardTripped when a step left its band, other errors of the tree;
     the run is marked as failed then, and the last good version stands.
     """
@@ -52,12 +53,14 @@ def train(
                 settings=settings.policies[policy].model_dump_json(),
                 tau_of=lambda c: tau(c, settings, policy),
                 now=time.time(),
+                follow=follow,
+                last_batch=max_steps,
             )
         control = Control(database, run)
         control.start()
         try:
-            with RunLog(run_folder(settings, run.id), total=max_steps) as log, _signals(control):
-                return _work(settings, policy, control, log, max_steps, follow, resumed)
+            with RunLog(run_folder(settings, run.id), total=run.last_batch) as log, _signals(control):
+                return _work(settings, policy, control, log, resumed)
         finally:
             control.close()
     finally:
@@ -106,8 +109,6 @@ def _work(
     policy: str,
     control: Control,
     log: RunLog,
-    max_steps: int | None,
-    follow: bool,
     resumed: bool,
 ) -> Run:
     mine = settings.policies[policy]
@@ -128,7 +129,12 @@ def _work(
             settings=mine.train.model_dump(mode="json"),
         )
         receiver = DataReceiver(
-            control, policy, mine, first_batch=trainer.batch + 1, last_batch=max_steps, follow=follow
+            control,
+            policy,
+            mine,
+            first_batch=trainer.batch + 1,
+            last_batch=run.last_batch,
+            follow=run.follow,
         )
 
         samples: Channel[Sample] = Channel.create("samples", capacity=mine.train.batch, item=Sample)

@@ -126,7 +126,7 @@ class Trigger:
         if reason == "drift":
             self._drifted_at = verdicts
         self._waiting_at_start = counts.waiting
-        self._launch(reason, self._settings, waiting=counts.waiting)
+        self._launch(reason, self._settings, follow=self._trigger.follow, waiting=counts.waiting)
 
     def _ended(self, code: int, waiting: int, now: float) -> None:
         # A run that fails, or that leaves all the feedback where it was, must not be started every second.
@@ -155,7 +155,8 @@ class Trigger:
             return
         self._restarts += 1
         self._restart_at = now + _delay(self._restarts)
-        self._launch("crash", self._as_started(dead), run=dead.id, step=dead.step)
+        # It follows if it did before: the run itself knows.
+        self._launch("crash", self._as_started(dead), follow=False, run=dead.id, step=dead.step)
 
     def _as_started(self, run: Run) -> Settings:
         """The settings with the policy's as they were when the run began: it goes on as it was."""
@@ -164,8 +165,8 @@ class Trigger:
         policies = {**self._settings.policies, self.policy: policy}
         return self._settings.model_copy(update={"policies": policies})
 
-    def _launch(self, reason: str, settings: Settings, **details: int) -> None:
-        self._child = launcher.start(settings, self.policy, follow=self._trigger.follow)
+    def _launch(self, reason: str, settings: Settings, *, follow: bool, **details: int) -> None:
+        self._child = launcher.start(settings, self.policy, follow=follow)
         RUNS.labels(self.policy, reason).inc()
         log.info("run started", policy=self.policy, reason=reason, pid=self._child.pid, **details)
 

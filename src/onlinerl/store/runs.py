@@ -36,10 +36,13 @@ def start(
     settings: str,
     tau_of: Callable[[Connection], float],
     now: float,
+    follow: bool = False,
+    last_batch: int | None = None,
 ) -> tuple[Run, bool]:
     """Begin a run from the live version, or take over a crashed one: (run, whether it is resumed).
 
-    A resumed run keeps its parent and its τ. A crashed run that was told to stop is closed, and a new one
+    A resumed run keeps its parent and its τ, and ends where it would have ended: `follow` adds to what it
+    was started with, `last_batch` replaces it. A crashed run that was told to stop is closed, and a new one
     begins. Raises RunBusy naming a run that lives, NotFound when the policy has no live version.
     """
     row = _active_row(c, policy)
@@ -50,8 +53,17 @@ def start(
                 f"(process {row.pid} on {row.host}, step {row.step}): wait for it or stop it first"
             )
         if row.wish != "stop":
-            _set(c, row.id, host=host, pid=pid, pid_started=_started(host, pid), heartbeat_at=now,
-                 state=RunState.RUNNING.value)  # fmt: skip
+            _set(
+                c,
+                row.id,
+                host=host,
+                pid=pid,
+                pid_started=_started(host, pid),
+                heartbeat_at=now,
+                state=RunState.RUNNING.value,
+                follow=row.follow or follow,
+                last_batch=row.last_batch if last_batch is None else last_batch,
+            )
             return get(c, policy, row.id), True
         _close(c, row, RunState.STOPPED, "told to stop; its process had died")
     result = c.execute(
@@ -69,6 +81,8 @@ def start(
             wish="",
             message="",
             settings=settings,
+            follow=follow,
+            last_batch=last_batch,
         )
     )
     key = result.inserted_primary_key
@@ -233,4 +247,6 @@ def _run(row: Row[Any]) -> Run:
         tau=row.tau,
         wish=row.wish,
         message=row.message,
+        follow=row.follow,
+        last_batch=row.last_batch,
     )

@@ -180,6 +180,8 @@ runs = sa.Table(
     sa.Column("wish", sa.String(8), nullable=False),
     sa.Column("message", Words, nullable=False),
     sa.Column("settings", Words, nullable=False),  # JSON
+    sa.Column("follow", sa.Boolean, nullable=False),
+    sa.Column("last_batch", sa.Integer),
     sqlite_autoincrement=True,  # an id is never given twice: samples point to it
 )
 _unfinished = runs.c.state.in_(("pending", "running", "paused"))

@@ -98,6 +98,8 @@ def upgrade() -> None:
         sa.Column("wish", sa.String(length=8), nullable=False),
         sa.Column("message", sa.Text(), nullable=False),
         sa.Column("settings", sa.Text(), nullable=False),
+        sa.Column("follow", sa.Boolean(), nullable=False),
+        sa.Column("last_batch", sa.Integer(), nullable=True),
         sa.PrimaryKeyConstraint("id"),
         sqlite_autoincrement=True,
     )
