@@ -298,6 +298,7 @@ def test_ids_and_policies_that_cannot_be(home: tuple[Path, Settings]) -> None:
     for word in ("list", "verify", "gc"):
         done = onlinerl("versions", word, "--home", folder, "--policy", "nobody")
         assert "there is no policy 'nobody'" in said(done, 2)
+    assert onlinerl("train", "--home", folder, "--max-steps", 10**20).returncode == 2
     done = onlinerl("versions", "list", "--home", folder / "none", "--policy", "nobody")
     assert "there is no policy 'nobody'" in said(done, 2)
 

@@ -94,6 +94,7 @@ def test_overrides_win_over_the_file_and_home_over_both(tmp_path: Path) -> None:
         ("", ["home=" + "[" * 20_000], "nested too deeply"),
         ("", ["policies.tab.train.lr=inf"], "policies.tab.train.lr"),
         ("", ["policies.tab.joins.window=.inf"], "policies.tab.joins.window"),
+        ("", ["policies.tab.train.batch=1000000000000000000000"], "policies.tab.train.batch"),
         ("", ['home="a\\0b"'], "NUL"),
         ("policies: {}", [], "policies"),
         ("policies: {'a b': {}}", [], "policy name 'a b'"),

@@ -204,7 +204,9 @@ def replica(settings: Settings, socket: Path, policy: str | None) -> None:
 
 @cli.command()
 @policy_option
-@click.option("--max-steps", type=click.IntRange(min=1), metavar="N", help="End after so many batches.")
+@click.option(
+    "--max-steps", type=click.IntRange(1, 2**63 - 1), metavar="N", help="End after so many batches."
+)
 @click.option("--follow", is_flag=True, help="Keep going as feedback arrives.")
 @with_settings
 def train(settings: Settings, policy: str | None, max_steps: int | None, follow: bool) -> None:

@@ -21,7 +21,7 @@ BUILTIN_MODEL = "fim-27m"
 
 Fraction = Annotated[float, Field(ge=0, le=1)]
 Positive = Annotated[float, Field(gt=0)]
-Count = Annotated[int, Field(ge=1)]
+Count = Annotated[int, Field(ge=1, lt=2**63)]
 Port = Annotated[int, Field(ge=0, le=65535)]
 
 
