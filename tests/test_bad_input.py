@@ -234,7 +234,15 @@ async def test_foreign_hosts_and_origins(gateway: Gateway) -> None:
         reply = await gateway.client.post("/v1/feedback", json=body, headers={"host": host})
         assert reply.status_code in (400, 403), host
     own = gateway.url.removeprefix("http://")
-    for origin in ("http://evil.example", "null", "https://localhost", "http://127.0.0.1:1", "file://"):
+    for origin in (
+        "http://evil.example",
+        "null",
+        "https://localhost",
+        "http://127.0.0.1:1",
+        "file://",
+        "http://[",
+        "http://[x]/",
+    ):
         reply = await gateway.client.post("/v1/feedback", json=body, headers={"origin": origin})
         refused(reply, 403)
         assert (await gateway.client.get("/v1/models", headers={"origin": origin})).status_code == 403

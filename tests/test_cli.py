@@ -7,6 +7,7 @@ import io
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 import time
@@ -20,6 +21,7 @@ import pytest
 from onlinerl.cli import cli, main
 from onlinerl.config import Settings
 from onlinerl.loop import base
+from onlinerl.serve import admin_key
 from onlinerl.store import versions
 from onlinerl.store.database import Database
 from onlinerl.weights import directory
@@ -259,6 +261,59 @@ def test_a_home_that_cannot_be_written_is_one_sentence(tmp_path: Path) -> None:
 def test_a_full_disk_is_one_sentence(tmp_path: Path) -> None:
     done = process("versions", "list", "--json", "--home", tmp_path / "none", to="/dev/full")
     assert "No space left" in said(done, 2)
+
+
+def test_paths_and_names_that_cannot_be_used_are_one_sentence(tmp_path: Path) -> None:
+    long = tmp_path / ("x" * 300)
+    for verb in (["list"], ["show", 0], ["verify"]):
+        assert "too long" in said(onlinerl("versions", *verb, "--home", long), 2)
+    ports = ["--port", 0, "--feedback-port", 0]
+    for host in ("x" * 300, "a..b"):
+        said(onlinerl("serve", *ports, "--home", tmp_path / "home", "--host", host), 2)
+    (tmp_path / "home" / "admin.key").mkdir()
+    assert "admin.key" in said(onlinerl("serve", *ports, "--home", tmp_path / "home"), 2)
+    (tmp_path / "home" / "serve.json").write_text("5")
+    said(onlinerl("serve", *ports, "--home", tmp_path / "home", "store.url=sqlite+aiosqlite:///x"), 2)
+    (tmp_path / "file").write_text("")
+    said(onlinerl("demo", "--home", tmp_path / "demo", "--out", tmp_path / "file"), 2)
+    for option in (["--speed", "nan"], ["--speed", "inf"], ["--temperature", "nan"], ["--temperature", "-1"]):
+        assert option[0] in said(onlinerl("simulate", "--url", "http://127.0.0.1:9", *option), 2)
+
+
+def test_an_admin_key_that_was_left_empty_is_made_anew(tmp_path: Path) -> None:
+    (tmp_path / "admin.key").write_text("")
+    key, new = admin_key(tmp_path)
+    assert new
+    assert key.startswith("orl-")
+    assert admin_key(tmp_path) == (key, False)
+    assert (tmp_path / "admin.key").stat().st_mode & 0o777 == 0o600
+
+
+def test_ids_and_policies_that_cannot_be(home: tuple[Path, Settings]) -> None:
+    folder, _ = home
+    for verb in (["show"], ["promote"], ["verify"], ["rollback", "--to"]):
+        for id in (-1, 2**63, 10**30):
+            assert onlinerl("versions", *verb, "--home", folder, "--", id).returncode == 2
+            assert onlinerl("versions", *verb, id, "--home", folder).returncode == 2
+    for word in ("list", "verify", "gc"):
+        done = onlinerl("versions", word, "--home", folder, "--policy", "nobody")
+        assert "there is no policy 'nobody'" in said(done, 2)
+    assert onlinerl("train", "--home", folder, "--max-steps", 10**20).returncode == 2
+    done = onlinerl("versions", "list", "--home", folder / "none", "--policy", "nobody")
+    assert "there is no policy 'nobody'" in said(done, 2)
+
+
+def test_a_model_that_the_engine_can_never_serve_ends_the_server(tmp_path: Path) -> None:
+    model, home = tmp_path / "model", tmp_path / "home"
+    shutil.copytree(directory.resolve_model("fim-27m"), model)
+    config = json.loads((model / "config.json").read_text())
+    config |= {"architectures": ["BertForMaskedLM"], "model_type": "bert"}
+    (model / "config.json").write_text(json.dumps(config))
+    done = process("serve", "--port", 0, "--feedback-port", 0, "--home", home, f"policies.tab.model={model}")
+    assert done.returncode == 2
+    assert "Traceback" not in done.stderr
+    last = done.stderr.strip().splitlines()[-1]
+    assert last.startswith("onlinerl: the model of the policy tab cannot be served: ")
 
 
 @pytest.mark.parametrize(

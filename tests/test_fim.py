@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import doctest
 import json
+import os
 from pathlib import Path
 
 import pytest
@@ -160,6 +161,24 @@ def test_jsonl_round_trip(tmp_path: Path) -> None:
     assert fim.write(path, prompts) == 2
     assert fim.read(path) == prompts
     assert [entry.name for entry in tmp_path.iterdir()] == ["prompts.jsonl"]
+
+
+def test_what_is_there_and_no_file_is_written_to_and_not_replaced(tmp_path: Path, code: Path) -> None:
+    prompts = fim.collect(code, limit=1).prompts
+    link, goal = tmp_path / "link", tmp_path / "goal"
+    link.symlink_to(goal)
+    assert fim.write(link, prompts) == 1
+    assert link.is_symlink()
+    assert len(fim.read(goal)) == 1
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    reader = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)
+    assert fim.write(pipe, prompts) == 1
+    assert pipe.is_fifo()
+    os.close(reader)
+    for path in (goal / "x", tmp_path / ("x" * 300)):
+        with pytest.raises(SettingsError, match="cannot be written"):
+            fim.write(path, prompts)
 
 
 def test_jsonl_of_others_is_read(tmp_path: Path) -> None:

@@ -78,6 +78,12 @@ def test_alternatives_are_the_most_probable_first_and_include_their_own_logprobs
     assert [logprob for _, logprob in drawn.top] == pytest.approx(plain[:3], abs=1e-6)
 
 
+@pytest.mark.parametrize("temperature", [1e-6, 1e-40, 5e-324])
+def test_the_coldest_temperatures_draw_the_most_probable_token(temperature: float) -> None:
+    (drawn,) = draw(torch.tensor([[30.0, -80.0, 31.0]]), [temperature], [0.9], [0.999], [0])
+    assert (drawn.token, drawn.logprob) == (2, 0.0)
+
+
 def test_broken_logits_give_no_finite_logprob() -> None:
     drawn = draw(torch.full((1, 5), float("nan")), [1.0], [1.0], [0.5], [0])
     assert not math.isfinite(drawn[0].logprob)

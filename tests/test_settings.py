@@ -86,6 +86,16 @@ def test_overrides_win_over_the_file_and_home_over_both(tmp_path: Path) -> None:
         ("server: 3", ["server.port=1"], "server is a value, not a branch"),
         ("[1, 2]", [], "must hold a mapping"),
         ("a: [1", [], "not valid YAML"),
+        ("home: 2020-99-99", [], "not valid YAML"),
+        ("[" * 20_000, [], "nested too deeply"),
+        ("", ["home=0b_"], "the value of home is not valid YAML"),
+        ("", ["home=!!int x"], "the value of home is not valid YAML"),
+        ("", ["home=" + "9" * 5000], "the value of home is not valid YAML"),
+        ("", ["home=" + "[" * 20_000], "nested too deeply"),
+        ("", ["policies.tab.train.lr=inf"], "policies.tab.train.lr"),
+        ("", ["policies.tab.joins.window=.inf"], "policies.tab.joins.window"),
+        ("", ["policies.tab.train.batch=1000000000000000000000"], "policies.tab.train.batch"),
+        ("", ['home="a\\0b"'], "NUL"),
         ("policies: {}", [], "policies"),
         ("policies: {'a b': {}}", [], "policy name 'a b'"),
         ("policies: {a: {aliases: [b]}, b: {}}", [], "belongs to both"),
@@ -96,8 +106,20 @@ def test_wrong_settings_are_refused_in_one_sentence(
 ) -> None:
     file = tmp_path / "settings.yaml"
     file.write_text(text)
-    with pytest.raises(SettingsError, match=re.escape(said)):
+    with pytest.raises(SettingsError, match=re.escape(said)) as refused:
         load_settings(file, overrides)
+    assert "\n" not in str(refused.value)
+
+
+def test_anchors_do_not_make_a_small_file_into_a_long_error(tmp_path: Path) -> None:
+    lines = ["a: &a [x, x, x, x, x, x, x, x, x, x]"]
+    for above, name in zip("abcdefghi", "bcdefghij", strict=True):
+        lines.append(f"{name}: &{name} [{', '.join([f'*{above}'] * 10)}]")
+    file = tmp_path / "settings.yaml"
+    file.write_text("\n".join([*lines[:6], "server: {host: *f}"]))
+    with pytest.raises(SettingsError, match=re.escape("server.host")) as refused:
+        load_settings(file)
+    assert len(str(refused.value)) < 3000
 
 
 def test_a_file_that_is_not_there_or_not_text_is_refused(tmp_path: Path) -> None:

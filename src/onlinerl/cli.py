@@ -29,6 +29,9 @@ if TYPE_CHECKING:
 ACTOR = "cli"
 """Who the audit says it was."""
 
+_NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM)
+_NO_PATH = (errno.ENAMETOOLONG, errno.ENOTDIR, errno.EISDIR, errno.EEXIST, errno.ELOOP)
+
 
 def main() -> None:
     """Entry point: every error made on purpose is one sentence on standard error and an exit code."""
@@ -40,16 +43,20 @@ def main() -> None:
     except (click.Abort, KeyboardInterrupt):
         sys.exit(130)
     except OnlineRLError as error:
-        click.echo(f"onlinerl: {error}", err=True)
+        click.echo(
+            f"onlinerl: {' '.join(str(error).split())}", err=True
+        )  # libraries' reasons have many lines
         sys.exit(2 if isinstance(error, SettingsError | StoreError) else 1)
     except BrokenPipeError:  # `onlinerl versions list | head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(1)
     except OSError as error:
-        if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM):
+        advice = {**dict.fromkeys(_NO_ROOM, "make room, or choose another --home")}
+        advice |= dict.fromkeys(_NO_PATH, "that path cannot be used; choose another")
+        if error.errno not in advice:
             raise
-        where = f" at {error.filename}" if error.filename else ""
-        click.echo(f"onlinerl: {error.strerror}{where}: make room, or choose another --home", err=True)
+        where = f" at {str(error.filename)[:200]}" if error.filename else ""
+        click.echo(f"onlinerl: {error.strerror}{where}: {advice[error.errno]}", err=True)
         sys.exit(2)
     sys.exit(code if isinstance(code, int) else 0)
 
@@ -93,6 +100,8 @@ def with_settings(verb: Callable[..., Any]) -> Callable[..., Any]:
 
 
 policy_option = click.option("--policy", metavar="P", help="The policy; needed where there are several.")
+VERSION = click.IntRange(min=0, max=2**63 - 1)
+"""Ids of versions: what the database's integers hold."""
 json_option = click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 
 
@@ -195,7 +204,9 @@ def replica(settings: Settings, socket: Path, policy: str | None) -> None:
 
 @cli.command()
 @policy_option
-@click.option("--max-steps", type=click.IntRange(min=1), metavar="N", help="End after so many batches.")
+@click.option(
+    "--max-steps", type=click.IntRange(1, 2**63 - 1), metavar="N", help="End after so many batches."
+)
 @click.option("--follow", is_flag=True, help="Keep going as feedback arrives.")
 @with_settings
 def train(settings: Settings, policy: str | None, max_steps: int | None, follow: bool) -> None:
@@ -238,7 +249,9 @@ def list_versions(settings: Settings, policy: str | None, as_json: bool) -> None
     found: list[Version] = []
     if not empty(settings):
         with opened(settings) as database, database.read() as c:
-            found = list(store.list_(c, policy))
+            found = _of(settings, policy, store.list_(c, policy))
+    elif policy is not None:
+        chosen(settings, policy)
     if as_json:
         print_json([describe(version) for version in found])
         return
@@ -247,6 +260,13 @@ def list_versions(settings: Settings, policy: str | None, as_json: bool) -> None
     ]
     columns = ("policy", "id", "state", "parent", "run", "created", "went live")
     print_table(columns, rows, nothing="no versions yet: `onlinerl serve` makes version 0 from the model")
+
+
+def _of(settings: Settings, policy: str | None, found: list[Version]) -> list[Version]:
+    """What was found of the policy. The settings need not name it any more; what nobody knows is refused."""
+    if policy is not None and not found:
+        chosen(settings, policy)
+    return found
 
 
 def describe(version: Version) -> dict[str, Any]:
@@ -276,7 +296,7 @@ def kept(settings: Settings) -> Iterator[Database]:
 
 
 @versions.command("show")
-@click.argument("version", type=int)
+@click.argument("version", type=VERSION)
 @policy_option
 @json_option
 @with_settings
@@ -298,7 +318,7 @@ def show_version(settings: Settings, version: int, policy: str | None, as_json: 
 
 
 @versions.command("promote")
-@click.argument("version", type=int)
+@click.argument("version", type=VERSION)
 @policy_option
 @json_option
 @with_settings
@@ -320,7 +340,7 @@ def promote_version(settings: Settings, version: int, policy: str | None, as_jso
 
 @versions.command("rollback")
 @click.option(
-    "--to", type=int, metavar="ID", help="A retired version [default: the one that was live before]."
+    "--to", type=VERSION, metavar="ID", help="A retired version [default: the one that was live before]."
 )
 @policy_option
 @json_option
@@ -336,7 +356,7 @@ def rollback_version(settings: Settings, to: int | None, policy: str | None, as_
 
 
 @versions.command("verify")
-@click.argument("version", type=int, required=False)
+@click.argument("version", type=VERSION, required=False)
 @policy_option
 @json_option
 @with_settings
@@ -348,7 +368,8 @@ def verify_versions(settings: Settings, version: int | None, policy: str | None,
 
     with kept(settings) as database, database.read() as c:
         if version is None:
-            found = [one for one in store.list_(c, policy) if one.collected_at is None]
+            every = _of(settings, policy, store.list_(c, policy))
+            found = [one for one in every if one.collected_at is None]
         else:
             found = [store.get(c, chosen(settings, policy), version)]
     results = []

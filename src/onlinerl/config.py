@@ -6,12 +6,13 @@ A file is YAML; overrides are dotted, `policies.tab.train.lr=2e-6`, and win over
 from __future__ import annotations
 
 import re
+import reprlib
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
 from onlinerl.errors import SettingsError
 
@@ -20,14 +21,14 @@ BUILTIN_MODEL = "fim-27m"
 
 Fraction = Annotated[float, Field(ge=0, le=1)]
 Positive = Annotated[float, Field(gt=0)]
-Count = Annotated[int, Field(ge=1)]
+Count = Annotated[int, Field(ge=1, lt=2**63)]
 Port = Annotated[int, Field(ge=0, le=65535)]
 
 
 class Node(BaseModel):
     """Base of every branch: frozen, strict about names, documented by attribute docstrings."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True, allow_inf_nan=False)
 
 
 class Server(Node):
@@ -255,6 +256,13 @@ class Settings(Node):
     policies: dict[str, Policy] = Field(default_factory=lambda: {"tab": Policy()}, min_length=1)
     """The policies by name."""
 
+    @field_validator("home")
+    @classmethod
+    def _path(cls, home: Path) -> Path:
+        if "\0" in str(home):
+            raise ValueError("a path cannot hold a NUL character")
+        return home
+
     @model_validator(mode="after")
     def _names(self) -> Settings:
         seen: dict[str, str] = {}
@@ -288,13 +296,12 @@ def load_settings(
     tree: dict[str, Any] = {}
     if file is not None:
         try:
-            loaded = yaml.safe_load(file.read_text(encoding="utf-8"))
+            text = file.read_text(encoding="utf-8")
         except FileNotFoundError:
             raise SettingsError(f"settings file {file} does not exist") from None
         except (OSError, UnicodeDecodeError) as error:
             raise SettingsError(f"settings file {file} cannot be read: {error}") from None
-        except yaml.YAMLError as error:
-            raise SettingsError(f"settings file {file} is not valid YAML: {error}") from None
+        loaded = _yaml(text, f"settings file {file}")
         if loaded is not None and not isinstance(loaded, dict):
             raise SettingsError(f"settings file {file} must hold a mapping at the top")
         tree = loaded or {}
@@ -311,11 +318,18 @@ def load_settings(
         raise SettingsError(_explain(error)) from None
 
 
-def _value(name: str, text: str) -> Any:
+def _yaml(text: str, what: str) -> Any:
+    """The text's value. Raises SettingsError with one sentence that begins with `what`."""
     try:
-        value = yaml.safe_load(text)
-    except yaml.YAMLError as error:
-        raise SettingsError(f"the value of {name} is not valid YAML: {error}") from None
+        return yaml.safe_load(text)
+    except RecursionError:
+        raise SettingsError(f"{what} is not valid YAML: it is nested too deeply") from None
+    except (yaml.YAMLError, ValueError) as error:  # ValueError: 2020-99-99 looks like a date and is none
+        raise SettingsError(f"{what} is not valid YAML: {' '.join(str(error).split())}") from None
+
+
+def _value(name: str, text: str) -> Any:
+    value = _yaml(text, f"the value of {name}")
     if isinstance(value, str):
         # YAML 1.1 reads 2e-6 as text, since it wants a dot in the mantissa
         try:
@@ -337,6 +351,11 @@ def _set(tree: dict[str, Any], path: Sequence[str], value: Any, name: str) -> No
     tree[path[-1]] = value
 
 
+# Anchors make a small file into a value that fills the memory when it is written out.
+_short = reprlib.Repr()
+_short.maxlevel, _short.maxstring, _short.maxother = 3, 200, 200
+
+
 def _explain(error: ValidationError) -> str:
     lines = []
     for fault in error.errors():
@@ -344,7 +363,7 @@ def _explain(error: ValidationError) -> str:
         if fault["type"] == "extra_forbidden":
             lines.append(f"unknown setting {where}")
         else:
-            lines.append(f"{where}: {fault['msg']} (got {fault['input']!r})"[:400])
+            lines.append(f"{where}: {fault['msg']} (got {_short.repr(fault['input'])})"[:400])
     return "; ".join(lines)
 
 

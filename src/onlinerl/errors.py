@@ -12,7 +12,8 @@ OnlineRLError
 ├── EngineError              an engine failed
 │   ├── EngineUnavailable    no replica can take the request now (HTTP 503)
 │   │   └── EngineFull       every replica's queue is full (HTTP 429)
-│   └── VersionNotLoaded     the replica does not hold the version
+│   ├── VersionNotLoaded     the replica does not hold the version
+│   └── Unfit                the version is of no use to this engine, now or later
 ├── StoreError               the database refused: full disk, locked, newer schema
 ├── WeightsError             a version's files are missing, broken or changed
 ├── RunError                 a training run cannot start or go on                      exit 1
@@ -98,6 +99,10 @@ class EngineFull(EngineUnavailable):
 
 class VersionNotLoaded(EngineError):
     """The replica does not hold the version that was asked for."""
+
+
+class Unfit(EngineError):
+    """The engine can never hold the version: a kind of model that it does not serve, tensors that miss."""
 
 
 class StoreError(OnlineRLError):

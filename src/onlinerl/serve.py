@@ -31,7 +31,7 @@ from onlinerl import config
 from onlinerl.config import Settings
 from onlinerl.engines.embedded import EmbeddedEngine
 from onlinerl.engines.pool import Pool
-from onlinerl.errors import EngineError, NotFound, OnlineRLError, PortTaken, SettingsError
+from onlinerl.errors import EngineError, ModelError, NotFound, OnlineRLError, PortTaken, SettingsError
 from onlinerl.gateway.app import create_app
 from onlinerl.gateway.codec import Codec
 from onlinerl.gateway.service import Service
@@ -101,10 +101,11 @@ def home_lock(home: Path) -> Iterator[Path]:
 def read_presence(home: Path) -> dict[str, Any] | None:
     """What the server of `home` wrote about itself: pid, url, feedback_url, sockets; None: nothing."""
     try:
-        presence: dict[str, Any] = json.loads((home / "serve.json").read_text(encoding="utf-8"))
+        presence = json.loads((home / "serve.json").read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return None
-    return presence
+    known = isinstance(presence, dict) and {"pid", "url", "feedback_url", "sockets"} <= presence.keys()
+    return presence if known else None
 
 
 def listen(host: str, port: int, setting: str) -> socket.socket:
@@ -115,8 +116,9 @@ def listen(host: str, port: int, setting: str) -> socket.socket:
             host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
         )[0]
         made = socket.socket(family, kind, protocol)
-    except OSError as error:
-        raise SettingsError(f"cannot listen on {where}: {error.strerror}; set server.host (--host)") from None
+    except (OSError, UnicodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "that is no name of a machine"
+        raise SettingsError(f"cannot listen on {where}: {reason}; set server.host (--host)") from None
     option = "--" + setting.removeprefix("server.").replace("_", "-")
     try:
         made.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -139,13 +141,23 @@ def admin_key(home: Path) -> tuple[str, bool]:
     """The admin key of `home`, made on the first call, and whether it was made just now."""
     path = home / "admin.key"
     try:
-        return path.read_text(encoding="ascii").strip(), False
+        known = path.read_text(encoding="ascii").strip()
     except FileNotFoundError:
-        pass
+        known = ""
+    except UnicodeDecodeError:
+        raise SettingsError(f"{path} holds no key; remove it, and a new one is made") from None
+    if known:
+        return known, False
     key = "orl-" + secrets.token_urlsafe(24)
-    handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+    # Whole or not at all: a server that is killed here must not leave an empty key behind.
+    partial = path.with_suffix(".partial")
+    partial.unlink(missing_ok=True)
+    handle = os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
     with os.fdopen(handle, "w", encoding="ascii") as file:
         file.write(key + "\n")
+        file.flush()
+        os.fsync(file.fileno())
+    partial.replace(path)
     return key, True
 
 
@@ -294,11 +306,19 @@ class Server:
     """Ends only when the server cannot go on; carries the reason."""
 
     async def until_ready(self, limit: float = READY) -> None:
-        """Return once every policy has a live version that an engine holds; EngineError after `limit` s."""
+        """Return once every policy has a live version that an engine holds; EngineError after `limit` s.
+
+        Raises ModelError as soon as an engine says of a policy's first model that it can never serve it.
+        """
         deadline = time.monotonic() + limit
         while not all(publisher.ready for publisher in self.publishers.values()):
             if self.failure.done():
                 await self.failure
+            for publisher in self.publishers.values():
+                if publisher.unfit and not publisher.ready:
+                    raise ModelError(
+                        f"the model of the policy {publisher.policy} cannot be served: {publisher.unfit}"
+                    )
             if time.monotonic() > deadline:
                 logs = ", ".join(str(replica.log) for replica in self.replicas)
                 raise EngineError(
@@ -526,6 +546,10 @@ def _greet(server: Server) -> None:
 async def _say_ready(server: Server) -> None:
     try:
         await server.until_ready()
+    except ModelError as error:  # no waiting helps: say so, and end
+        if not server.failure.done():
+            server.failure.set_exception(error)
+        return
     except EngineError as error:
         log.error("not ready", error=str(error))
         return

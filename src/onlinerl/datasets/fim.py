@@ -7,6 +7,7 @@ interpreter's standard library, restricted to the packages that the base model n
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import os
@@ -318,17 +319,27 @@ def _round_robin(sources: list[Iterator[FimPrompt]], limit: int) -> list[FimProm
 
 
 def write(path: Path, prompts: Iterable[FimPrompt]) -> int:
-    """Write one JSON object a line; returns how many. The file appears whole or not at all."""
-    temporary = path.with_name(path.name + ".partial")
+    """Write one JSON object a line; returns how many. A file appears whole or not at all.
+
+    What is there and no file (/dev/stdout, a pipe) is written to, never replaced.
+    """
     count = 0
+    temporary: Path | None = None
     try:
-        with temporary.open("w", encoding="utf-8") as file:
+        if path.is_symlink() or (path.exists() and not path.is_file()):
+            goal = path
+        else:
+            goal = temporary = path.with_name(path.name + ".partial")
+        with goal.open("w", encoding="utf-8") as file:
             for prompt in prompts:
                 file.write(json.dumps(asdict(prompt), ensure_ascii=False) + "\n")
                 count += 1
-        temporary.replace(path)
+        if temporary is not None:
+            temporary.replace(path)
     except OSError as error:
-        temporary.unlink(missing_ok=True)
+        if temporary is not None:
+            with contextlib.suppress(OSError):
+                temporary.unlink(missing_ok=True)
         raise SettingsError(f"{path} cannot be written: {error.strerror}") from None
     return count
 

@@ -4,6 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+<<<<<<< HEAD
+=======
+import hashlib
+import math
+>>>>>>> breaker
 import random
 import time
 import uuid
@@ -132,8 +137,10 @@ def run(
     form = WireForm(protocol)
     if users < 1 or requests < 1:
         raise SettingsError("--users and --requests must be at least 1")
-    if speed <= 0:
-        raise SettingsError("--speed must be above 0")
+    if not 0 < speed < math.inf:
+        raise SettingsError("--speed must be a number above 0")
+    if temperature is not None and not 0 <= temperature <= 2:
+        raise SettingsError("--temperature must be from 0 to 2")
     if taste not in TASTES:
         raise SettingsError(f"unknown taste {taste!r}: choose one of {', '.join(TASTES)}")
     default = "tab" if form is WireForm.NATIVE else "Qwen2.5-Coder-1.5B"

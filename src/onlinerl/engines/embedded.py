@@ -11,7 +11,7 @@ import aiohttp
 import orjson
 
 from onlinerl.engines.base import EngineStatus
-from onlinerl.errors import EngineError, EngineFull, EngineUnavailable, RequestError, VersionNotLoaded
+from onlinerl.errors import EngineError, EngineFull, EngineUnavailable, RequestError, Unfit, VersionNotLoaded
 from onlinerl.records import Finish, FinishReason, Generation, Token, Version
 
 CONNECT = 2.0
@@ -146,6 +146,8 @@ class EmbeddedEngine:
             return EngineFull(message, retry_after=facts["retry_after"])
         if kind == "version":
             return VersionNotLoaded(message)
+        if kind == "unfit":
+            return Unfit(message)
         if kind == "request":
             return RequestError(facts["message"], parameter=facts.get("parameter"))
         return EngineError(message)

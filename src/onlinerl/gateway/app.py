@@ -226,7 +226,8 @@ class _Guard:
             return Forbidden(
                 "the Host header names another machine; use the address that the server listens on"
             )
-        if origin and not (origin.startswith(("http://", "https://")) and urlsplit(origin).netloc == host):
+        # compared as text: what is no address at all cannot be parsed
+        if origin and origin not in (f"http://{host}", f"https://{host}"):
             return Forbidden("requests from web pages of another origin are refused")
         return None
 

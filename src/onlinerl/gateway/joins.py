@@ -96,10 +96,15 @@ def _continued(prefix: str, completion: str, later: str, text: str) -> int | Non
         while place >= 0:
             for typed in (place, place - 1) if shown[place - 1 : place] == " " else (place,):
                 # after typing, too, the rest may begin with a space that the client strips
-                if _same_end(prefix + shown[:typed], later):
+                if _ends(later, shown[:typed]) and _same_end(prefix + shown[:typed], later):
                     return lead + place + len(text)
             place = shown.find(text, place + 1)
     return None
+
+
+def _ends(text: str, end: str) -> bool:
+    """Whether both end alike, as far as the shorter goes: cheap, and nearly always the answer is no."""
+    return text.endswith(end) if len(end) <= len(text) else end.endswith(text)
 
 
 def _same_end(one: str, other: str) -> bool:

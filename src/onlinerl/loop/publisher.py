@@ -14,7 +14,15 @@ from collections.abc import Mapping
 
 from onlinerl import config
 from onlinerl.engines.pool import Member, Pool
-from onlinerl.errors import Conflict, EngineError, EngineUnavailable, NotFound, StoreError, WeightsError
+from onlinerl.errors import (
+    Conflict,
+    EngineError,
+    EngineUnavailable,
+    NotFound,
+    StoreError,
+    Unfit,
+    WeightsError,
+)
 from onlinerl.observe import LIVE_VERSION, LOAD_FAILURES, PUBLISH, logger
 from onlinerl.records import Version, VersionState
 from onlinerl.store import versions as store
@@ -54,6 +62,8 @@ class Publisher:
         self._first_held: dict[int, float] = {}
         self._failed: dict[tuple[str, int], float] = {}
         self._broken: dict[int, str] = {}
+        self.unfit = ""
+        """Why no engine can serve the policy's first model, as an engine said of it."""
         self._pins: dict[int, float] = {}
         self._wake: dict[str, asyncio.Event] = {}
         self._changed = asyncio.Event()
@@ -344,6 +354,8 @@ class Publisher:
                 "load failed", policy=self.policy, engine=engine.name, version=version.id, error=str(error)
             )
             await self._examine(version)
+            if isinstance(error, Unfit) and version.id == 0 and self.live is None and not self._fault(0):
+                self.unfit = str(error)
             return
         self._failed.pop((engine.name, version.id), None)
         seconds = time.monotonic() - started

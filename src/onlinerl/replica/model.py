@@ -246,7 +246,7 @@ def build(folder: Path, device: torch.device, dtype: torch.dtype, context: int |
         raise WeightsError(f"the weights in {folder} are broken: {error}") from error
     except OSError as error:
         raise WeightsError(f"{folder} has no usable weights (safetensors): {error}") from error
-    except (ValueError, RuntimeError, KeyError) as error:
+    except (ValueError, RuntimeError, KeyError, TypeError, AssertionError) as error:
         raise ModelError(f"{folder} cannot be loaded as a causal language model: {error}") from error
     model, info = loaded
     for what in ("missing_keys", "mismatched_keys"):

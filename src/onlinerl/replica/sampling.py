@@ -14,6 +14,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+COLDEST = 1e-6
+"""Lower temperatures are taken as this one: it already draws the most probable token, and dividing by less
+makes infinities."""
+
 
 @dataclass(frozen=True, slots=True)
 class Drawn:
@@ -32,7 +36,7 @@ def behaviour_logprobs(logits: Tensor, temperatures: Sequence[float], top_ps: Se
     """
     logits = logits.float()
     if any(t not in (0.0, 1.0) for t in temperatures):
-        divisors = torch.tensor([t or 1.0 for t in temperatures], device=logits.device)
+        divisors = torch.tensor([max(t, COLDEST) if t else 1.0 for t in temperatures], device=logits.device)
         logits = logits / divisors[:, None]
     logprobs = torch.log_softmax(logits, dim=-1)
     cut = [row for row, (t, p) in enumerate(zip(temperatures, top_ps, strict=True)) if p < 1 and t > 0]

@@ -224,7 +224,9 @@ async def _refuse(send: Send, error: OnlineRLError) -> None:
         await _answer(send, 429, {**facts, "error": "full", "retry_after": error.retry_after})
     elif isinstance(error, VersionNotLoaded):
         await _answer(send, 404, {**facts, "error": "version"})
-    elif isinstance(error, WeightsError | ModelError | EngineError):
+    elif isinstance(error, WeightsError | ModelError):
+        await _answer(send, 409, {**facts, "error": "unfit"})
+    elif isinstance(error, EngineError):
         await _answer(send, 409, {**facts, "error": "load"})
     else:
         await _answer(

@@ -58,7 +58,8 @@ class Database:
             raise SettingsError(
                 f"store.url {url!r} is not a database URL; write sqlite:////path/to/file.db"
             ) from None
-        if parsed.get_backend_name() != "sqlite" or not parsed.database or parsed.database == ":memory:":
+        ours = parsed.drivername in ("sqlite", "sqlite+pysqlite")
+        if not ours or not parsed.database or parsed.database == ":memory:":
             raise SettingsError(
                 f"store.url {parsed.render_as_string()!r} is not supported: write sqlite:////path/to/file.db"
             )
