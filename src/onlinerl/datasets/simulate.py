@@ -4,11 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-<<<<<<< HEAD
-=======
-import hashlib
 import math
->>>>>>> breaker
 import random
 import time
 import uuid
