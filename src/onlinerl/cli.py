@@ -8,6 +8,7 @@ from __future__ import annotations
 import errno
 import json
 import os
+import shlex
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -28,6 +29,8 @@ if TYPE_CHECKING:
 
 ACTOR = "cli"
 """Who the audit says it was."""
+SAME = "onlinerl.same"
+"""Key of click's context under which lies what a next command needs to mean the same settings."""
 
 
 def main() -> None:
@@ -87,6 +90,8 @@ def with_settings(verb: Callable[..., Any]) -> Callable[..., Any]:
         for name in ("host", "port", "feedback_port"):
             options.pop(name, None)
         settings = load_settings(file, [*overrides, *more], home=home)
+        same = [*(["-c", str(file)] if file else []), *(["--home", str(home)] if home else []), *overrides]
+        click.get_current_context().meta[SAME] = "".join(f" {shlex.quote(word)}" for word in same)
         return verb(settings, *arguments, **options)
 
     return run
@@ -132,6 +137,11 @@ def iso(seconds: float | None) -> str | None:
     return datetime.fromtimestamp(seconds, UTC).isoformat(timespec="milliseconds").replace("+00:00", "Z")
 
 
+def moment(seconds: float | None) -> str | None:
+    """The same for people."""
+    return None if seconds is None else datetime.fromtimestamp(seconds, UTC).strftime("%Y-%m-%d %H:%M:%S")
+
+
 def print_json(data: Any) -> None:
     """On standard output."""
     click.echo(json.dumps(data, indent=2, ensure_ascii=False))
@@ -146,7 +156,7 @@ def print_table(columns: Sequence[str], rows: Sequence[Sequence[object]], *, not
     if not rows:
         click.echo(nothing)
         return
-    table = Table(*columns, box=box.SIMPLE_HEAD, pad_edge=False)
+    table = Table(*columns, box=box.SIMPLE_HEAD, pad_edge=False, collapse_padding=True)
     for row in rows:
         table.add_row(*("" if cell is None else str(cell) for cell in row))
     Console().print(table)
@@ -176,7 +186,7 @@ def serve(settings: Settings) -> None:
     """Serve the policies, collect feedback, publish new versions; Ctrl-C ends it."""
     from onlinerl import serve as server
 
-    server.main(settings)
+    server.main(settings, same=click.get_current_context().meta[SAME])
 
 
 @cli.command()
@@ -239,13 +249,16 @@ def list_versions(settings: Settings, policy: str | None, as_json: bool) -> None
     if not empty(settings):
         with opened(settings) as database, database.read() as c:
             found = list(store.list_(c, policy))
+    if policy is not None and not found:
+        chosen(settings, policy)  # versions of a policy that the settings no longer name are still listed
     if as_json:
         print_json([describe(version) for version in found])
         return
     rows = [
-        (v.policy, v.id, v.state.value, v.parent, v.run, iso(v.created_at), iso(v.live_at)) for v in found
+        (v.policy, v.id, v.state.value, v.parent, v.run, moment(v.created_at), moment(v.live_at))
+        for v in found
     ]
-    columns = ("policy", "id", "state", "parent", "run", "created", "went live")
+    columns = ("policy", "id", "state", "parent", "run", "created (UTC)", "went live (UTC)")
     print_table(columns, rows, nothing="no versions yet: `onlinerl serve` makes version 0 from the model")
 
 
@@ -291,7 +304,11 @@ def show_version(settings: Settings, version: int, policy: str | None, as_json: 
     if as_json:
         print_json({**describe(found), "manifest": manifest.as_json()})
         return
+    learned = manifest.data
     data = {**describe(found), "tensors": len(manifest.tensors)}
+    if learned.samples:
+        data["learned from"] = f"{learned.samples} samples in {learned.steps} steps"
+        data["asked (UTC)"] = f"{moment(learned.first_at)} to {moment(learned.last_at)}"
     metrics: Mapping[str, float] = data.pop("metrics")
     rows = [*data.items(), *((name, f"{value:.6g}") for name, value in metrics.items())]
     print_table(("", found.name), [row for row in rows if row[1] is not None], nothing="")
@@ -349,6 +366,8 @@ def verify_versions(settings: Settings, version: int | None, policy: str | None,
     with kept(settings) as database, database.read() as c:
         if version is None:
             found = [one for one in store.list_(c, policy) if one.collected_at is None]
+            if policy is not None and not found:
+                chosen(settings, policy)
         else:
             found = [store.get(c, chosen(settings, policy), version)]
     results = []
@@ -429,8 +448,12 @@ def list_replicas(settings: Settings, as_json: bool) -> None:
 
 
 @cli.command()
-@click.option("--url", required=True, metavar="U", help="The inference API, such as http://127.0.0.1:8081.")
-@click.option("--feedback-url", metavar="U", help="The feedback API [default: the same].")
+@click.option(
+    "--url",
+    metavar="U",
+    help="The inference API, such as http://127.0.0.1:8081 [default: the `serve` that runs on --home].",
+)
+@click.option("--feedback-url", metavar="U", help="The feedback API [default: --url's].")
 @click.option(
     "--protocol",
     type=click.Choice(["native", "continue", "fork"]),
@@ -473,13 +496,26 @@ def list_replicas(settings: Settings, as_json: bool) -> None:
 )
 @click.option("--temperature", type=float, help="Sent with each request [default: the client's own].")
 @json_option
-def simulate(code: Path | None, as_json: bool, **options: Any) -> None:
+@with_settings
+def simulate(
+    settings: Settings,
+    url: str | None,
+    feedback_url: str | None,
+    code: Path | None,
+    as_json: bool,
+    **options: Any,
+) -> None:
     """N simulated developers at work over HTTP: they ask, read, accept, reject, wait too long, cancel."""
     from rich.console import Console
 
     from onlinerl.datasets import simulate as people
 
-    report = people.run(code=code, progress=not as_json, **options)
+    if url is None:
+        from onlinerl import serve as server
+
+        url, known = server.addresses(settings)
+        feedback_url = feedback_url or known
+    report = people.run(url, feedback_url=feedback_url, code=code, progress=not as_json, **options)
     if as_json:
         print_json(report.as_json())
     else:
@@ -508,7 +544,10 @@ def simulate(code: Path | None, as_json: bool, **options: Any) -> None:
 )
 @click.option("--seed", type=int, default=0, show_default=True, help="Which places are chosen.")
 @json_option
-def dataset(code: Path | None, out: Path, split: Any, limit: int, seed: int, as_json: bool) -> None:
+@with_settings
+def dataset(
+    settings: Settings, code: Path | None, out: Path, split: Any, limit: int, seed: int, as_json: bool
+) -> None:
     """Fill-in-the-middle prompts from any folder of Python code, one JSON object a line."""
     from onlinerl.datasets import fim
 
