@@ -75,6 +75,13 @@ def test_simulate_needs_only_the_home(served: Served) -> None:
     assert (report["requests"], report["errors"]) == (2, 0)
 
 
+def test_developers_whom_nobody_answers_are_a_failure(served: Served) -> None:
+    options = ["--requests", 2, "--users", 1, "--model", "tab@999", "--home", served.home]
+    done = onlinerl("simulate", *options)
+    assert done.returncode == 1
+    assert "none of the 2 requests was answered (HTTP 404): name one" in done.stderr
+
+
 def test_replicas_are_listed(served: Served) -> None:
     (one,) = json.loads(onlinerl("replicas", "list", "--json", "--home", served.home).stdout)
     assert (one["name"], one["policy"], one["state"]) == ("tab-0", "tab", "up")

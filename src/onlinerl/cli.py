@@ -21,7 +21,7 @@ import click
 
 from onlinerl import __version__
 from onlinerl.config import Settings, load_settings
-from onlinerl.errors import NotFound, OnlineRLError, SettingsError, StoreError
+from onlinerl.errors import EngineError, NotFound, OnlineRLError, SettingsError, StoreError
 
 if TYPE_CHECKING:
     from onlinerl.records import Version
@@ -75,7 +75,8 @@ def with_settings(verb: Callable[..., Any]) -> Callable[..., Any]:
         "--home",
         type=click.Path(path_type=Path, file_okay=False),
         metavar="DIR",
-        help="Folder of the database, the weights, the runs and the logs [default: ./onlinerl-data].",
+        help="Folder of the database, the weights, the runs and the logs [default: ./onlinerl-data; "
+        "`demo` takes ./onlinerl-demo].",
     )
     @click.argument("overrides", nargs=-1, metavar="[SETTING=VALUE]...")
     @wraps(verb)
@@ -220,7 +221,9 @@ def train(settings: Settings, policy: str | None, max_steps: int | None, follow:
 
 
 @cli.command()
-@click.option("--out", type=click.Path(path_type=Path), help="Folder of the table and the plot.")
+@click.option(
+    "--out", type=click.Path(path_type=Path), help="Folder of demo.png and demo.json [default: the home]."
+)
 @with_settings
 def demo(settings: Settings, out: Path | None) -> None:
     """Turn the whole ring on this machine with simulated developers; ends in a table and a plot."""
@@ -486,7 +489,7 @@ def list_replicas(settings: Settings, as_json: bool) -> None:
 @click.option("--seed", type=int, default=0, show_default=True, help="The same seed, the same people.")
 @click.option("--taste", default="lenient", show_default=True, help="What they accept.")
 @click.option("--speed", type=float, default=1.0, show_default=True, help="Divides their reading times.")
-@click.option("--model", help="The model that they ask for.")
+@click.option("--model", help="The model that they ask for; needed where there are several policies.")
 @click.option(
     "--max-tokens",
     type=click.IntRange(min=1),
@@ -520,6 +523,10 @@ def simulate(
         print_json(report.as_json())
     else:
         Console().print(report.table())
+    if report.errors == report.requests:
+        kinds = ", ".join(report.error_kinds)
+        hint = ": name one of the server's models with --model" if "HTTP 404" in report.error_kinds else ""
+        raise EngineError(f"none of the {report.requests} requests was answered ({kinds}){hint}")
 
 
 @cli.command()

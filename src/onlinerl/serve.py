@@ -542,7 +542,8 @@ async def _say_ready(server: Server, same: str) -> None:
         f"  curl -s {server.feedback_url}/v1/feedback -H 'content-type: application/json' "
         """-d '{"id": "cmpl-…", "event": "accepted"}'"""
     )
-    print(f"  onlinerl train{same}            learns from the feedback")
+    several = f" --policy {policy}" if len(server.settings.policies) > 1 else ""
+    print(f"  onlinerl train{several}{same}            learns from the feedback")
     print(f"  onlinerl versions list{same}    shows what came of it")
     sys.stdout.flush()
 
