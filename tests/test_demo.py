@@ -11,11 +11,12 @@ from pathlib import Path
 import pytest
 from PIL import Image
 
-from onlinerl import demo
 from onlinerl.config import Settings, load_settings
 from onlinerl.datasets.simulate import Outcome
 from onlinerl.datasets.users import TASTES, Act
-from onlinerl.demo import Budget, Estimate, Journal, difference, held_out_scores, reward_per_opportunity
+from onlinerl.demo import account, story
+from onlinerl.demo.account import Estimate, Journal, difference, held_out_scores, reward_per_opportunity
+from onlinerl.demo.story import Budget
 from onlinerl.errors import SettingsError
 from onlinerl.serve import home_lock
 from onlinerl.store.interactions import VersionCounts
@@ -105,20 +106,20 @@ def outcomes() -> list[Outcome]:
 
 
 def test_accept_rates_roll_over_the_rated() -> None:
-    times, rates = demo.accept_rates(list(reversed(outcomes())), window=40)
+    times, rates = account.accept_rates(list(reversed(outcomes())), window=40)
     assert times == sorted(times)
     assert times[0] == 1009.0
     assert rates[70] == pytest.approx(0.25, abs=0.03)
     assert rates[-1] == 1.0
-    assert demo.accept_rates([]) == ([], [])
+    assert account.accept_rates([]) == ([], [])
 
 
 @pytest.mark.parametrize("empty", [False, True])
 def test_the_plot_is_a_picture_with_the_changes_marked(tmp_path: Path, empty: bool) -> None:
     plain, marked = tmp_path / "plain.png", tmp_path / "marked.png"
     seen = [] if empty else outcomes()
-    demo.draw(Journal(started=1000.0, outcomes=seen), plain)
-    demo.draw(
+    account.draw(Journal(started=1000.0, outcomes=seen), plain)
+    account.draw(
         Journal(started=1000.0, outcomes=seen, live=[(1000.0, 0), (1060.0, 1), (1090.0, 2), (1100.0, 1)]),
         marked,
     )
@@ -134,18 +135,18 @@ def test_the_plot_is_a_picture_with_the_changes_marked(tmp_path: Path, empty: bo
 def test_tables_hold_every_version() -> None:
     rows = [counts(250, 50, 180, 20), counts(10, 5, 5, 0, version=1)]
     rewards = {row.version: reward_per_opportunity(row, 0.1) for row in rows}
-    table = demo.version_table(rows, rewards, 0.1)
+    table = account.version_table(rows, rewards, 0.1)
     assert table.row_count == 2
     assert list(table.columns[4].cells) == [str(rewards[0]), "(too few)"]
     assert list(table.columns[3].cells) == ["50 (20%)", "5 (50%)"]
     exam = held_out_scores([("a", "a")], TASTES["line"])
-    assert demo.exam_table({0: exam, 3: exam}).row_count == 2
+    assert account.exam_table({0: exam, 3: exam}).row_count == 2
     assert str(Estimate(0.2, 0.1, 0.3, 0.01)) == "+0.200 [+0.100, +0.300]"
 
 
 def test_home_is_made_fresh_but_only_of_its_own(tmp_path: Path) -> None:
     home = tmp_path / "demo"
-    demo.prepare_home(home)
+    story.prepare_home(home)
     (home / "weights" / "tab").mkdir(parents=True)
     (home / "weights" / "tab" / "file").write_text("x")
     (home / "onlinerl.db").write_text("x")
@@ -154,42 +155,42 @@ def test_home_is_made_fresh_but_only_of_its_own(tmp_path: Path) -> None:
     (outside / "letter").write_text("dear")
     (home / "runs").symlink_to(outside)
     (home / "notes.txt").write_text("mine")
-    demo.prepare_home(home)
-    assert {entry.name for entry in home.iterdir()} == {demo.MARKER, "notes.txt", "serve.lock"}
+    story.prepare_home(home)
+    assert {entry.name for entry in home.iterdir()} == {story.MARKER, "notes.txt", "serve.lock"}
     assert (outside / "letter").read_text() == "dear"
 
 
 def test_home_of_somebody_else_is_left_alone(tmp_path: Path) -> None:
     (tmp_path / "onlinerl.db").write_text("precious")
     with pytest.raises(SettingsError, match="nothing was touched"):
-        demo.prepare_home(tmp_path)
+        story.prepare_home(tmp_path)
     assert {entry.name for entry in tmp_path.iterdir()} == {"onlinerl.db"}
 
 
 def test_home_in_use_is_left_alone(tmp_path: Path) -> None:
     home = tmp_path / "demo"
-    demo.prepare_home(home)
+    story.prepare_home(home)
     (home / "onlinerl.db").write_text("in use")
     with home_lock(home), pytest.raises(SettingsError, match="another"):
-        demo.prepare_home(home)
+        story.prepare_home(home)
     assert (home / "onlinerl.db").read_text() == "in use"
 
 
 def test_what_the_person_set_wins() -> None:
-    plain = demo.demo_settings(Settings())
-    assert plain.home == demo.HOME
+    plain = story.demo_settings(Settings())
+    assert plain.home == story.HOME
     assert plain.policies["tab"].publish == "immediately"
     assert plain.server.port == 0
-    chosen = demo.demo_settings(load_settings(None, ["policies.tab.train.lr=3e-5"], home=Path("elsewhere")))
+    chosen = story.demo_settings(load_settings(None, ["policies.tab.train.lr=3e-5"], home=Path("elsewhere")))
     assert chosen.home == Path("elsewhere")
     assert chosen.policies["tab"].train.lr == 3e-5
     assert chosen.policies["tab"].train.batch == plain.policies["tab"].train.batch
     with pytest.raises(SettingsError, match="one policy"):
-        demo.demo_settings(load_settings(None, ["policies.other.publish=candidate"]))
+        story.demo_settings(load_settings(None, ["policies.other.publish=candidate"]))
 
 
 def test_examples_in_the_docstrings() -> None:
-    result = doctest.testmod(demo)
+    result = doctest.testmod(account)
     assert result.attempted
     assert not result.failed
 
@@ -199,7 +200,7 @@ def test_examples_in_the_docstrings() -> None:
 def test_the_whole_demo_with_a_small_budget(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     home = tmp_path / "demo"
     settings = load_settings(None, ["policies.tab.train.version_every=2"], home=home)
-    demo.run(settings, budget=Budget(baseline=60, steps=4, final=40, rolled_back=12, held_out=8))
+    story.run(settings, budget=Budget(baseline=60, steps=4, final=40, rolled_back=12, held_out=8))
     record = json.loads((home / "demo.json").read_text())
     assert len(record["versions"]) >= 3
     assert record["versions"][0]["version"] == 0

@@ -17,8 +17,9 @@ from aiohttp import web
 
 from onlinerl.datasets import simulate
 from onlinerl.datasets.fim import FimPrompt, collect
-from onlinerl.datasets.simulate import Client, Continue, Display, Fork, Native, WireForm, play, run, wire
+from onlinerl.datasets.simulate import play, run
 from onlinerl.datasets.users import TASTES, Act, Habits, Reaction, Taste, User
+from onlinerl.datasets.wires import Client, Continue, Display, Fork, Native, Wire, WireForm, wire
 from onlinerl.errors import RequestError, SettingsError
 from onlinerl.store import interactions
 from tests import gateways
@@ -423,7 +424,7 @@ def line_by_prompt(prompt_ids: Sequence[int], version: int) -> Sequence[int]:
 
 
 @pytest.mark.parametrize("form", [Native(), Continue(), Fork()])
-async def test_the_real_gateway_joins_everything(tmp_path: Path, form: simulate.Wire) -> None:
+async def test_the_real_gateway_joins_everything(tmp_path: Path, form: Wire) -> None:
     prompts = collect(limit=80, characters=320).prompts
     habits = Habits(cancel=0, timeout=0.3, late=0.3, unrated=0.1, cache=0.4, reading=0.6, pause=0.05)
     async with gateways.running(tmp_path) as gateway:

@@ -227,9 +227,9 @@ def train(settings: Settings, policy: str | None, max_steps: int | None, follow:
 @with_settings
 def demo(settings: Settings, out: Path | None) -> None:
     """Turn the whole ring on this machine with simulated developers; ends in a table and a plot."""
-    from onlinerl import demo as show
+    from onlinerl.demo import story
 
-    show.run(settings, out)
+    story.run(settings, out)
 
 
 # ------------------------------------------------------------------------------------------ versions
