@@ -157,6 +157,35 @@ def test_versions_for_people(home: tuple[Path, Settings]) -> None:
     assert list(data["manifest"]["tensors"]) == ["weight"]
 
 
+def test_the_table_of_versions_fits_a_terminal(home: tuple[Path, Settings]) -> None:
+    onlinerl("versions", "promote", 1, "--home", home[0])
+    listed = json.loads(onlinerl("versions", "list", "--json", "--home", home[0]).stdout)
+    line = [sys.executable, "-m", "onlinerl.cli", "versions", "list", "--home", str(home[0])]
+    narrow = {**os.environ, "PYTHONPATH": str(ROOT / "src"), "COLUMNS": "80"}
+    table = subprocess.check_output(line, env=narrow, text=True)
+    assert "…" not in table
+    assert listed[1]["live_at"][:19].replace("T", " ") in table
+
+
+def test_a_policy_that_is_neither_named_nor_kept_is_no_empty_list(home: tuple[Path, Settings]) -> None:
+    for verb in ("list", "verify"):
+        done = onlinerl("versions", verb, "--policy", "nobody", "--home", home[0])
+        assert "there is no policy 'nobody'" in said(done, 2)
+    # what is kept of a policy that the settings name no more can still be seen
+    other = ["--home", home[0], "policies={chat: {}}"]
+    assert len(json.loads(onlinerl("versions", "list", "--policy", "tab", "--json", *other).stdout)) == 3
+
+
+def test_a_version_tells_what_it_learned_from(home: tuple[Path, Settings]) -> None:
+    with opened(home[1]) as database:
+        learned = directory.DataRange(first_at=1e9, last_at=1e9 + 60, samples=47, steps=2)
+        make_version(home[1], database, data=learned)
+    shown = onlinerl("versions", "show", 3, "--home", home[0]).stdout
+    assert "47 samples in 2 steps" in shown
+    assert "2001-09-09 01:46:40 to 2001-09-09 01:47:40" in shown
+    assert "learned from" not in onlinerl("versions", "show", 0, "--home", home[0]).stdout
+
+
 def test_promote_and_roll_back(home: tuple[Path, Settings]) -> None:
     done = onlinerl("versions", "promote", "2", "--home", home[0])
     assert (done.returncode, done.stdout) == (0, "tab@2 is live\n")
@@ -317,7 +346,8 @@ def test_a_model_that_the_engine_can_never_serve_ends_the_server(tmp_path: Path)
 
 
 @pytest.mark.parametrize(
-    "arguments", [["nonsense"], ["serve", "--nonsense"], ["versions", "promote"], ["simulate"]]
+    "arguments",
+    [["nonsense"], ["serve", "--nonsense"], ["versions", "promote"], ["simulate", "--users", "0"]],
 )
 def test_wrong_usage_is_exit_code_2(arguments: list[str]) -> None:
     done = onlinerl(*arguments)
@@ -334,6 +364,21 @@ def test_dataset_from_a_folder(tmp_path: Path) -> None:
     assert json.loads(done.stdout)["prompts"] == 3
     assert {"prefix", "suffix", "middle"} <= set(json.loads(out.read_text().splitlines()[0]))
     assert "does not exist" in said(onlinerl("dataset", "--code", tmp_path / "no", "--out", out), 2)
+
+
+@pytest.mark.parametrize("verb", verbs(cli))
+def test_every_verb_takes_settings(verb: str) -> None:
+    command: Any = cli
+    for part in verb.split():
+        command = command.commands[part]
+    if not isinstance(command, click.Group):
+        assert {"file", "home", "overrides"} <= {parameter.name for parameter in command.params}
+
+
+def test_simulate_finds_the_server_of_its_home_or_says_that_there_is_none(tmp_path: Path) -> None:
+    sentence = said(onlinerl("simulate", "--home", tmp_path), 2)
+    assert "no `onlinerl serve` runs" in sentence
+    assert "--url" in sentence
 
 
 def test_simulate_without_a_server_says_so() -> None:

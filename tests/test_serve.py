@@ -23,7 +23,7 @@ import pytest
 from onlinerl import config, serve
 from onlinerl.engines import embedded
 from onlinerl.store import versions
-from tests.servers import Served, alive, onlinerl, until
+from tests.servers import OVERRIDES, Served, alive, onlinerl, until
 from tests.versions import make_version
 
 
@@ -65,7 +65,21 @@ def test_the_admin_key_is_made_once_and_only_for_its_owner(served: Served) -> No
 def test_what_it_prints_says_what_to_do_next(served: Served) -> None:
     until(lambda: "ready. Try" in served.log(), 10, "it says that it is ready")
     assert f"{served.url}/v1/completions" in served.log()
-    assert "onlinerl train" in served.log()
+    assert f"{served.feedback_url}/v1/feedback" in served.log()
+    assert f"onlinerl train --home {served.home} {' '.join(OVERRIDES)} " in served.log()
+
+
+def test_simulate_needs_only_the_home(served: Served) -> None:
+    options = ["--requests", 2, "--users", 1, "--speed", 50, "--json", "--home", served.home]
+    report = json.loads(onlinerl("simulate", *options).stdout)
+    assert (report["requests"], report["errors"]) == (2, 0)
+
+
+def test_developers_whom_nobody_answers_are_a_failure(served: Served) -> None:
+    options = ["--requests", 2, "--users", 1, "--model", "tab@999", "--home", served.home]
+    done = onlinerl("simulate", *options)
+    assert done.returncode == 1
+    assert "none of the 2 requests was answered (HTTP 404): name one" in done.stderr
 
 
 def test_replicas_are_listed(served: Served) -> None:

@@ -458,7 +458,7 @@ def test_second_run_names_the_first_which_ends_its_step_on_a_signal(
         monkeypatch.setenv("ONLINERL_SETTINGS", settings.model_dump_json())
         other = CliRunner().invoke(main, ["--policy", "tab"])
         assert other.exit_code == 1
-        assert "error: run 1 of tab is running" in other.stderr
+        assert "onlinerl: run 1 of tab is running" in other.stderr
     finally:
         process.send_signal(signal.SIGTERM)
         out, err = process.communicate(timeout=60)
@@ -544,13 +544,37 @@ def test_promoted_version_becomes_the_reference_of_the_kl(settings: Settings) ->
         database.close()
 
 
+def told(settings: Settings, monkeypatch: pytest.MonkeyPatch) -> str:
+    """What a run of the command says."""
+    monkeypatch.setenv("ONLINERL_SETTINGS", settings.model_dump_json())
+    done = CliRunner().invoke(main, ["--policy", "tab"])
+    assert done.exit_code == 0, done.output
+    return done.stdout
+
+
+def test_a_run_says_what_came_of_it_and_what_to_do_next(
+    settings: Settings, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    nothing = told(settings, monkeypatch)
+    assert "after 0 steps" in nothing
+    assert "answers must be asked for and rated first" in nothing
+    fill(settings, 4, temperature=0.1)
+    cold = told(settings, monkeypatch)
+    assert "answers sampled below train.temperature_floor" in cold
+    fill(settings, 8, seed=1)
+    made = told(settings, monkeypatch)
+    assert "it made tab@1" in made
+    assert "`onlinerl versions promote 1`" in made
+    assert "runs start from tab@0" in made
+
+
 def test_wrong_settings_exit_with_two(monkeypatch: pytest.MonkeyPatch, settings: Settings) -> None:
     monkeypatch.setenv("ONLINERL_SETTINGS", '{"policies": {"tab": {"train": {"speed": 1}}}}')
     wrong = CliRunner().invoke(main, ["--policy", "tab"])
     assert (wrong.exit_code, "speed" in wrong.stderr) == (2, True)
     monkeypatch.setenv("ONLINERL_SETTINGS", settings.model_dump_json())
     unknown = CliRunner().invoke(main, ["--policy", "chat"])
-    assert (unknown.exit_code, unknown.stderr) == (2, "error: there is no policy 'chat'; there are tab\n")
+    assert (unknown.exit_code, unknown.stderr) == (2, "onlinerl: there is no policy 'chat'; there are tab\n")
 
 
 # ---------------------------------------------------------------------------------------- small parts

@@ -13,6 +13,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from prometheus_client import REGISTRY
 
 from onlinerl import config
 from onlinerl.config import Settings
@@ -165,6 +166,7 @@ async def test_a_run_starts_when_enough_feedback_waits_and_only_one(watch: Watch
     await watch.tick(1002.0)
     assert watch.started == [False]
     assert list((watch.settings.home / "runs").glob("start-tab-*.log"))
+    assert REGISTRY.get_sample_value("onlinerl_run_active", {"policy": "tab"}) == 1
 
 
 async def test_a_run_that_somebody_else_started_is_left_alone(watch: Watch) -> None:

@@ -55,6 +55,7 @@ def make_version(
     run: int | None = None,
     scale: float = 1.01,
     policy: str = "tab",
+    data: DataRange | None = None,
 ) -> Version:
     """A candidate whose weights are its parent's times `scale`, on disk and registered."""
 
@@ -71,7 +72,7 @@ def make_version(
         fill=fill,
         parent=parent,
         run=run,
-        data=DataRange(),
+        data=data or DataRange(),
         settings={},
         metrics={},
     )

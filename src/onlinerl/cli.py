@@ -8,6 +8,7 @@ from __future__ import annotations
 import errno
 import json
 import os
+import shlex
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -20,7 +21,7 @@ import click
 
 from onlinerl import __version__
 from onlinerl.config import Settings, load_settings
-from onlinerl.errors import NotFound, OnlineRLError, SettingsError, StoreError
+from onlinerl.errors import EngineError, NotFound, OnlineRLError, SettingsError, StoreError
 
 if TYPE_CHECKING:
     from onlinerl.records import Version
@@ -28,6 +29,8 @@ if TYPE_CHECKING:
 
 ACTOR = "cli"
 """Who the audit says it was."""
+SAME = "onlinerl.same"
+"""Key of click's context under which lies what a next command needs to mean the same settings."""
 
 _NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM)
 _NO_PATH = (errno.ENAMETOOLONG, errno.ENOTDIR, errno.EISDIR, errno.EEXIST, errno.ELOOP)
@@ -79,7 +82,8 @@ def with_settings(verb: Callable[..., Any]) -> Callable[..., Any]:
         "--home",
         type=click.Path(path_type=Path, file_okay=False),
         metavar="DIR",
-        help="Folder of the database, the weights, the runs and the logs [default: ./onlinerl-data].",
+        help="Folder of the database, the weights, the runs and the logs [default: ./onlinerl-data; "
+        "`demo` takes ./onlinerl-demo].",
     )
     @click.argument("overrides", nargs=-1, metavar="[SETTING=VALUE]...")
     @wraps(verb)
@@ -94,6 +98,8 @@ def with_settings(verb: Callable[..., Any]) -> Callable[..., Any]:
         for name in ("host", "port", "feedback_port"):
             options.pop(name, None)
         settings = load_settings(file, [*overrides, *more], home=home)
+        same = [*(["-c", str(file)] if file else []), *(["--home", str(home)] if home else []), *overrides]
+        click.get_current_context().meta[SAME] = "".join(f" {shlex.quote(word)}" for word in same)
         return verb(settings, *arguments, **options)
 
     return run
@@ -141,6 +147,11 @@ def iso(seconds: float | None) -> str | None:
     return datetime.fromtimestamp(seconds, UTC).isoformat(timespec="milliseconds").replace("+00:00", "Z")
 
 
+def moment(seconds: float | None) -> str | None:
+    """The same for people."""
+    return None if seconds is None else datetime.fromtimestamp(seconds, UTC).strftime("%Y-%m-%d %H:%M:%S")
+
+
 def print_json(data: Any) -> None:
     """On standard output."""
     click.echo(json.dumps(data, indent=2, ensure_ascii=False))
@@ -155,7 +166,7 @@ def print_table(columns: Sequence[str], rows: Sequence[Sequence[object]], *, not
     if not rows:
         click.echo(nothing)
         return
-    table = Table(*columns, box=box.SIMPLE_HEAD, pad_edge=False)
+    table = Table(*columns, box=box.SIMPLE_HEAD, pad_edge=False, collapse_padding=True)
     for row in rows:
         table.add_row(*("" if cell is None else str(cell) for cell in row))
     Console().print(table)
@@ -185,7 +196,7 @@ def serve(settings: Settings) -> None:
     """Serve the policies, collect feedback, publish new versions; Ctrl-C ends it."""
     from onlinerl import serve as server
 
-    server.main(settings)
+    server.main(settings, same=click.get_current_context().meta[SAME])
 
 
 @cli.command()
@@ -221,7 +232,9 @@ def train(settings: Settings, policy: str | None, max_steps: int | None, follow:
 
 
 @cli.command()
-@click.option("--out", type=click.Path(path_type=Path), help="Folder of the table and the plot.")
+@click.option(
+    "--out", type=click.Path(path_type=Path), help="Folder of demo.png and demo.json [default: the home]."
+)
 @with_settings
 def demo(settings: Settings, out: Path | None) -> None:
     """Turn the whole ring on this machine with simulated developers; ends in a table and a plot."""
@@ -256,9 +269,10 @@ def list_versions(settings: Settings, policy: str | None, as_json: bool) -> None
         print_json([describe(version) for version in found])
         return
     rows = [
-        (v.policy, v.id, v.state.value, v.parent, v.run, iso(v.created_at), iso(v.live_at)) for v in found
+        (v.policy, v.id, v.state.value, v.parent, v.run, moment(v.created_at), moment(v.live_at))
+        for v in found
     ]
-    columns = ("policy", "id", "state", "parent", "run", "created", "went live")
+    columns = ("policy", "id", "state", "parent", "run", "created (UTC)", "went live (UTC)")
     print_table(columns, rows, nothing="no versions yet: `onlinerl serve` makes version 0 from the model")
 
 
@@ -311,7 +325,11 @@ def show_version(settings: Settings, version: int, policy: str | None, as_json: 
     if as_json:
         print_json({**describe(found), "manifest": manifest.as_json()})
         return
+    learned = manifest.data
     data = {**describe(found), "tensors": len(manifest.tensors)}
+    if learned.samples:
+        data["learned from"] = f"{learned.samples} samples in {learned.steps} steps"
+        data["asked (UTC)"] = f"{moment(learned.first_at)} to {moment(learned.last_at)}"
     metrics: Mapping[str, float] = data.pop("metrics")
     rows = [*data.items(), *((name, f"{value:.6g}") for name, value in metrics.items())]
     print_table(("", found.name), [row for row in rows if row[1] is not None], nothing="")
@@ -450,8 +468,12 @@ def list_replicas(settings: Settings, as_json: bool) -> None:
 
 
 @cli.command()
-@click.option("--url", required=True, metavar="U", help="The inference API, such as http://127.0.0.1:8081.")
-@click.option("--feedback-url", metavar="U", help="The feedback API [default: the same].")
+@click.option(
+    "--url",
+    metavar="U",
+    help="The inference API, such as http://127.0.0.1:8081 [default: the `serve` that runs on --home].",
+)
+@click.option("--feedback-url", metavar="U", help="The feedback API [default: --url's].")
 @click.option(
     "--protocol",
     type=click.Choice(["native", "continue", "fork"]),
@@ -484,7 +506,7 @@ def list_replicas(settings: Settings, as_json: bool) -> None:
 @click.option("--seed", type=int, default=0, show_default=True, help="The same seed, the same people.")
 @click.option("--taste", default="lenient", show_default=True, help="What they accept.")
 @click.option("--speed", type=float, default=1.0, show_default=True, help="Divides their reading times.")
-@click.option("--model", help="The model that they ask for.")
+@click.option("--model", help="The model that they ask for; needed where there are several policies.")
 @click.option(
     "--max-tokens",
     type=click.IntRange(min=1),
@@ -494,17 +516,34 @@ def list_replicas(settings: Settings, as_json: bool) -> None:
 )
 @click.option("--temperature", type=float, help="Sent with each request [default: the client's own].")
 @json_option
-def simulate(code: Path | None, as_json: bool, **options: Any) -> None:
+@with_settings
+def simulate(
+    settings: Settings,
+    url: str | None,
+    feedback_url: str | None,
+    code: Path | None,
+    as_json: bool,
+    **options: Any,
+) -> None:
     """N simulated developers at work over HTTP: they ask, read, accept, reject, wait too long, cancel."""
     from rich.console import Console
 
     from onlinerl.datasets import simulate as people
 
-    report = people.run(code=code, progress=not as_json, **options)
+    if url is None:
+        from onlinerl import serve as server
+
+        url, known = server.addresses(settings)
+        feedback_url = feedback_url or known
+    report = people.run(url, feedback_url=feedback_url, code=code, progress=not as_json, **options)
     if as_json:
         print_json(report.as_json())
     else:
         Console().print(report.table())
+    if report.errors == report.requests:
+        kinds = ", ".join(report.error_kinds)
+        hint = ": name one of the server's models with --model" if "HTTP 404" in report.error_kinds else ""
+        raise EngineError(f"none of the {report.requests} requests was answered ({kinds}){hint}")
 
 
 @cli.command()
@@ -529,7 +568,10 @@ def simulate(code: Path | None, as_json: bool, **options: Any) -> None:
 )
 @click.option("--seed", type=int, default=0, show_default=True, help="Which places are chosen.")
 @json_option
-def dataset(code: Path | None, out: Path, split: Any, limit: int, seed: int, as_json: bool) -> None:
+@with_settings
+def dataset(
+    settings: Settings, code: Path | None, out: Path, split: Any, limit: int, seed: int, as_json: bool
+) -> None:
     """Fill-in-the-middle prompts from any folder of Python code, one JSON object a line."""
     from onlinerl.datasets import fim
 

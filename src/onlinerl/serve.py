@@ -498,14 +498,17 @@ def _write_presence(path: Path, server: Server, sockets: Path) -> None:
 # ----------------------------------------------------------------------------------------- for the CLI
 
 
-def main(settings: Settings) -> None:
-    """Serve until SIGINT or SIGTERM; a second one does not wait for open requests."""
+def main(settings: Settings, *, same: str = "") -> None:
+    """Serve until SIGINT or SIGTERM; a second one does not wait for open requests.
+
+    same: the options, with a space before each, that give another verb the same settings.
+    """
     configure_logging()
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        runner.run(_serve(settings))
+        runner.run(_serve(settings, same))
 
 
-async def _serve(settings: Settings) -> None:
+async def _serve(settings: Settings, same: str) -> None:
     stop = asyncio.Event()
     servers: list[Server] = []
 
@@ -521,7 +524,7 @@ async def _serve(settings: Settings) -> None:
         servers.append(server)
         _greet(server)
         stopping = asyncio.create_task(stop.wait())
-        ready = asyncio.create_task(_say_ready(server))
+        ready = asyncio.create_task(_say_ready(server, same))
         try:
             ends: set[asyncio.Future[Any]] = {stopping, server.failure}
             await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
@@ -543,7 +546,7 @@ def _greet(server: Server) -> None:
     print("loading the model …", flush=True)
 
 
-async def _say_ready(server: Server) -> None:
+async def _say_ready(server: Server, same: str) -> None:
     try:
         await server.until_ready()
     except ModelError as error:  # no waiting helps: say so, and end
@@ -559,7 +562,13 @@ async def _say_ready(server: Server) -> None:
         f"  curl -s {server.url}/v1/completions -H 'content-type: application/json' "
         f"""-d '{{"model": "{policy}", "prompt": "def mean(values):\\n    return ", "max_tokens": 24}}'"""
     )
-    print("  onlinerl train       learns from the feedback;  onlinerl versions list  shows what came of it")
+    print(
+        f"  curl -s {server.feedback_url}/v1/feedback -H 'content-type: application/json' "
+        """-d '{"id": "cmpl-…", "event": "accepted"}'"""
+    )
+    several = f" --policy {policy}" if len(server.settings.policies) > 1 else ""
+    print(f"  onlinerl train{several}{same}            learns from the feedback")
+    print(f"  onlinerl versions list{same}    shows what came of it")
     sys.stdout.flush()
 
 
@@ -568,11 +577,24 @@ async def describe_replicas(supervisors: Sequence[Supervisor]) -> list[dict[str,
     return [await _describe(one.name, one.policy, one.engine) for one in supervisors]
 
 
-async def ask_replicas(settings: Settings) -> list[dict[str, Any]]:
-    """The same, asked by another process. Raises NotFound when no server runs on the home."""
+def addresses(settings: Settings) -> tuple[str, str]:
+    """URLs of the inference and the feedback API of the server that runs on the home; SettingsError: none."""
     presence = read_presence(settings.home)
     if presence is None or not _held(settings.home):
-        raise NotFound(f"no `onlinerl serve` runs on {settings.home}")
+        raise SettingsError(
+            f"no `onlinerl serve` runs on {settings.home}: start it, choose its folder with --home, "
+            "or name a server with --url"
+        )
+    return presence["url"], presence["feedback_url"]
+
+
+async def ask_replicas(settings: Settings) -> list[dict[str, Any]]:
+    """`describe_replicas`, asked by another process. Raises NotFound when no server runs on the home."""
+    presence = read_presence(settings.home)
+    if presence is None or not _held(settings.home):
+        raise NotFound(
+            f"no `onlinerl serve` runs on {settings.home}: start it, or choose its folder with --home"
+        )
     found = []
     for one in presence["replicas"]:
         engine = EmbeddedEngine(one["name"], Path(one["socket"]))

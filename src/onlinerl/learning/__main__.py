@@ -25,19 +25,22 @@ def main(policy: str, max_steps: int | None, follow: bool) -> None:
     try:
         settings = Settings.model_validate_json(os.environ.get("ONLINERL_SETTINGS", "{}"))
     except ValidationError as error:
-        click.echo(f"error: ONLINERL_SETTINGS: {error}", err=True)
+        click.echo(f"onlinerl: ONLINERL_SETTINGS: {error}", err=True)
         sys.exit(2)
-    from onlinerl.learning.run import train  # torch takes seconds: wrong settings should not
+    from onlinerl.learning.run import outcome, train  # torch takes seconds: wrong settings should not
 
     try:
         run = train(settings, policy, max_steps=max_steps, follow=follow)
     except SettingsError as error:
-        click.echo(f"error: {error}", err=True)
+        click.echo(f"onlinerl: {error}", err=True)
         sys.exit(2)
     except OnlineRLError as error:
-        click.echo(f"error: {error}", err=True)
+        click.echo(f"onlinerl: {error}", err=True)
         sys.exit(1)
-    click.echo(f"run {run.id} of {policy}: {run.state} after {run.step} steps: {run.message}")
+    steps = "1 step" if run.step == 1 else f"{run.step} steps"
+    click.echo(f"run {run.id} of {policy}: {run.state} after {steps}: {run.message}")
+    for line in outcome(settings, run):
+        click.echo(line)
 
 
 if __name__ == "__main__":

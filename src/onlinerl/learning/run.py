@@ -23,10 +23,17 @@ from onlinerl.learning.log import RunLog
 from onlinerl.learning.receive import DataReceiver, newest
 from onlinerl.learning.rewards import ComputeReward, RewardTable, auto_tau
 from onlinerl.learning.trainer import Trainer, checkpoints_of, run_folder
-from onlinerl.records import Run, RunState, Sample, Scored
+from onlinerl.records import Run, RunState, Sample, Scored, VersionState
 from onlinerl.store import interactions, runs, versions
 from onlinerl.store.database import Database
 from onlinerl.weights import directory
+
+LEFT_OUT = {
+    "cold": "answers sampled below train.temperature_floor",
+    "stale": "answers of versions that are too old (train.staleness)",
+    "surplus": "silent answers beyond the share of shown ones that were rated",
+}
+"""Why a row is dropped (`interactions.dropped`), for people."""
 
 
 def train(
@@ -65,6 +72,40 @@ def train(
             control.close()
     finally:
         database.close()
+
+
+def outcome(settings: config.Settings, run: Run) -> list[str]:
+    """What an ended run left, in sentences for the person who started it, and what can be done now."""
+    database = Database.open(settings.database_url)
+    try:
+        with database.read() as c:
+            made = [one for one in versions.list_(c, run.policy) if one.run == run.id]
+            dropped = interactions.dropped(c, policy=run.policy)
+            waiting = interactions.counts(c, policy=run.policy).waiting
+            live = versions.live(c, run.policy)
+    finally:
+        database.close()
+    if made:
+        last = made[-1]
+        lines = [f"it made {', '.join(one.name for one in made)}"]
+        if last.state is VersionState.CANDIDATE and settings.policies[run.policy].publish == "candidate":
+            policy = f" --policy {run.policy}" if len(settings.policies) > 1 else ""
+            lines.append(
+                f"{last.name} is a candidate: `onlinerl versions promote {last.id}{policy}`, with the same "
+                f"-c and --home, makes it live; until then runs start from {live.name}"
+            )
+        return lines
+    if run.step:
+        return ["it made no version"]
+    lines = [
+        "there was nothing to learn from: answers must be asked for and rated first (POST /v1/feedback, or "
+        "`onlinerl simulate`)"
+    ]
+    if waiting:
+        rest = settings.policies[run.policy].joins.rest
+        lines = [f"{waiting} verdicts wait for the next run; a timeout rests {rest:g} s first (joins.rest)"]
+    lines += [f"left out so far: {number} {LEFT_OUT[reason]}" for reason, number in sorted(dropped.items())]
+    return lines
 
 
 def tau(c: Connection, settings: config.Settings, policy: str) -> float:

@@ -168,6 +168,7 @@ class Trigger:
     def _launch(self, reason: str, settings: Settings, *, follow: bool, **details: int) -> None:
         self._child = launcher.start(settings, self.policy, follow=follow)
         RUNS.labels(self.policy, reason).inc()
+        RUNNING.labels(self.policy).set(1)
         log.info("run started", policy=self.policy, reason=reason, pid=self._child.pid, **details)
 
     def _finish(self, run: Run, state: RunState, message: str) -> None:

@@ -323,7 +323,8 @@ def resolve_model(name: str) -> Path:
         return place.resolve()
     if not _HUB_ID.fullmatch(name) or name.count("/") != 1:
         raise ModelError(
-            f"the model {name!r} is neither a directory here, nor {BUILTIN_MODEL}, nor owner/name"
+            f"the model {name!r} is neither a directory here, nor {BUILTIN_MODEL}, nor a Hugging Face id "
+            "(owner/name)"
         )
     return _fetch(name)
 
