@@ -403,6 +403,21 @@ def test_learning_rate_a_hundred_times_too_high(model: Path, tmp_path: Path) -> 
     assert_failed(settings, "guards.")
 
 
+def test_a_batch_that_is_not_full_earns_its_share_of_a_step(model: Path, tmp_path: Path) -> None:
+    """Adam's step does not shrink with the evidence: three verdicts must not move the weights like 32."""
+
+    def moved(name: str, verdicts: int, *more: str) -> float:
+        settings = settings_for(model, tmp_path / name, "policies.tab.train.guards.kl=100", *more)
+        fill(settings, verdicts, taste=lambda _: Verdict.ACCEPTED)
+        assert train(settings, "tab").state is RunState.FINISHED
+        (step,) = events(settings, kind="version")
+        return float(step["kl"])
+
+    few = moved("few", 3)
+    full = moved("full", 3, "policies.tab.train.batch=3")
+    assert 0 < few < full / 4
+
+
 def test_policy_that_falls_silent_is_halted(model: Path, tmp_path: Path) -> None:
     """Everything shown is rejected, so silence pays. The floor ends it, and the old version stays."""
     settings = settings_for(model, tmp_path / "home", "policies.tab.train.silence.step=0", *SILENCING)

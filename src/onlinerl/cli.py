@@ -140,13 +140,6 @@ def empty(settings: Settings) -> bool:
     return settings.store.url is None and not (settings.home / "onlinerl.db").exists()
 
 
-def iso(seconds: float | None) -> str | None:
-    """ISO 8601, UTC."""
-    if seconds is None:
-        return None
-    return datetime.fromtimestamp(seconds, UTC).isoformat(timespec="milliseconds").replace("+00:00", "Z")
-
-
 def moment(seconds: float | None) -> str | None:
     """The same for people."""
     return None if seconds is None else datetime.fromtimestamp(seconds, UTC).strftime("%Y-%m-%d %H:%M:%S")
@@ -266,7 +259,7 @@ def list_versions(settings: Settings, policy: str | None, as_json: bool) -> None
     elif policy is not None:
         chosen(settings, policy)
     if as_json:
-        print_json([describe(version) for version in found])
+        print_json([version.describe() for version in found])
         return
     rows = [
         (v.policy, v.id, v.state.value, v.parent, v.run, moment(v.created_at), moment(v.live_at))
@@ -281,23 +274,6 @@ def _of(settings: Settings, policy: str | None, found: list[Version]) -> list[Ve
     if policy is not None and not found:
         chosen(settings, policy)
     return found
-
-
-def describe(version: Version) -> dict[str, Any]:
-    """A version as JSON."""
-    return {
-        "policy": version.policy,
-        "id": version.id,
-        "state": version.state.value,
-        "parent": version.parent,
-        "run": version.run,
-        "created_at": iso(version.created_at),
-        "live_at": iso(version.live_at),
-        "collected_at": iso(version.collected_at),
-        "url": version.url,
-        "digest": version.digest,
-        "metrics": dict(version.metrics),
-    }
 
 
 @contextmanager
@@ -323,10 +299,10 @@ def show_version(settings: Settings, version: int, policy: str | None, as_json: 
         found = store.get(c, chosen(settings, policy), version)
     manifest = directory.read_manifest(found.url)
     if as_json:
-        print_json({**describe(found), "manifest": manifest.as_json()})
+        print_json({**found.describe(), "manifest": manifest.as_json()})
         return
     learned = manifest.data
-    data = {**describe(found), "tensors": len(manifest.tensors)}
+    data = {**found.describe(), "tensors": len(manifest.tensors)}
     if learned.samples:
         data["learned from"] = f"{learned.samples} samples in {learned.steps} steps"
         data["asked (UTC)"] = f"{moment(learned.first_at)} to {moment(learned.last_at)}"
@@ -353,7 +329,7 @@ def promote_version(settings: Settings, version: int, policy: str | None, as_jso
             directory.verify(asked.url, asked.digest)
         with database.write() as c:
             live = store.promote(c, name, version, actor=ACTOR)
-    print_json(describe(live)) if as_json else click.echo(f"{live.name} is live")
+    print_json(live.describe()) if as_json else click.echo(f"{live.name} is live")
 
 
 @versions.command("rollback")
@@ -370,7 +346,7 @@ def rollback_version(settings: Settings, to: int | None, policy: str | None, as_
     name = chosen(settings, policy)
     with kept(settings) as database, database.write() as c:
         live = store.rollback(c, name, to=to, actor=ACTOR)
-    print_json(describe(live)) if as_json else click.echo(f"{live.name} is live again")
+    print_json(live.describe()) if as_json else click.echo(f"{live.name} is live again")
 
 
 @versions.command("verify")

@@ -12,6 +12,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from datetime import UTC, datetime
 from enum import StrEnum
 from types import MappingProxyType
 from typing import Any
@@ -320,6 +321,17 @@ class Batch:
 # -------------------------------------------------------------------------------- versions and runs
 
 
+def iso(seconds: float | None) -> str | None:
+    """A time as ISO 8601 in UTC, to the millisecond.
+
+    >>> iso(0.5)
+    '1970-01-01T00:00:00.500Z'
+    """
+    if seconds is None:
+        return None
+    return datetime.fromtimestamp(seconds, UTC).isoformat(timespec="milliseconds").replace("+00:00", "Z")
+
+
 class VersionState(StrEnum):
     """Where a version stands; see VERSION_TRANSITIONS."""
 
@@ -360,6 +372,22 @@ class Version:
     def name(self) -> str:
         """As clients see it, `tab@3`."""
         return f"{self.policy}@{self.id}"
+
+    def describe(self) -> dict[str, Any]:
+        """As JSON for people and programs: what `versions list --json` and the admin interface give."""
+        return {
+            "policy": self.policy,
+            "id": self.id,
+            "state": self.state.value,
+            "parent": self.parent,
+            "run": self.run,
+            "created_at": iso(self.created_at),
+            "live_at": iso(self.live_at),
+            "collected_at": iso(self.collected_at),
+            "url": self.url,
+            "digest": self.digest,
+            "metrics": dict(self.metrics),
+        }
 
 
 class RunState(StrEnum):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import dataclasses
 import hmac
 from collections.abc import Awaitable, Callable
 from functools import partial
@@ -69,7 +68,7 @@ class Admin:
             with self._database.read() as connection:
                 return list(versions.list_(connection, policy))
 
-        return JSONReply([version_body(one) for one in await asyncio.to_thread(read)])
+        return JSONReply([one.describe() for one in await asyncio.to_thread(read)])
 
     async def promote(self, request: Request) -> Response:
         """POST …/versions/{v}/promote."""
@@ -79,7 +78,7 @@ class Admin:
         done = await self._writer.submit(
             lambda connection: versions.promote(connection, policy, version, actor=ACTOR)
         )
-        return JSONReply(version_body(done))
+        return JSONReply(done.describe())
 
     async def rollback(self, request: Request) -> Response:
         """POST …/rollback, with `{"to": version}` or nothing for the one before."""
@@ -97,7 +96,7 @@ class Admin:
         if to is not None and (type(to) is not int or not 0 <= to < 2**63):
             raise RequestError("to must be a version number", parameter="to")
         done = await self._writer.submit(partial(_rollback, policy=policy, to=to))
-        return JSONReply(version_body(done))
+        return JSONReply(done.describe())
 
     async def replicas(self, request: Request) -> Response:
         """GET /admin/v1/replicas."""
@@ -113,9 +112,3 @@ def _version(text: str, name: str) -> int:
     if not (text.isascii() and text.isdecimal() and len(text) < 19):
         raise RequestError(f"{name} must be a version number", parameter=name)
     return int(text)
-
-
-def version_body(version: Version) -> dict[str, Any]:
-    """A version as JSON."""
-    body = {field.name: getattr(version, field.name) for field in dataclasses.fields(version)}
-    return {name: dict(value) if hasattr(value, "keys") else value for name, value in body.items()}

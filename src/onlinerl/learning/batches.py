@@ -27,6 +27,7 @@ import torch.nn.functional as F
 import torch.utils.checkpoint
 from torch import Tensor, nn
 from transformers import AttentionInterface, AutoModelForCausalLM
+from transformers import logging as transformers_logging
 from transformers.masking_utils import AttentionMaskInterface
 
 from onlinerl.errors import ModelError
@@ -232,6 +233,7 @@ class PolicyModel:
 
         dtype is that of the matrix products; weights are fp32.
         """
+        transformers_logging.disable_progress_bar()  # type: ignore[no-untyped-call]
         try:
             model: Any = AutoModelForCausalLM.from_pretrained(
                 folder, dtype=torch.float32, use_safetensors=True, trust_remote_code=False

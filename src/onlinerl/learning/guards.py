@@ -56,29 +56,31 @@ class Bands:
     def batch(self, numbers: Mapping[str, float], samples: int) -> None:
         """After a batch. Uses kl and entropy of `numbers`, and length, clip_fraction, veto_fraction if there.
 
-        A number that is none trips always; means of fewer than ENOUGH samples do not.
+        A number that is none trips always, and so does a policy that moved too far; the other means trip only
+        from ENOUGH samples on.
         """
         for name, value in numbers.items():
             if not math.isfinite(value):
                 raise GuardTripped(f"{name} is not a number ({value}): nothing was written")
         length = numbers.get("length")
+        guards = self.guards
+        # Few samples can move the weights as far as many: how far they moved is judged always.
+        if numbers.get("veto_fraction", 0.0) > VETOED:
+            raise GuardTripped(
+                f"train.veto: {numbers['veto_fraction']:.2f} of the tokens are in answers that the policy "
+                "would never give any more"
+            )
+        if numbers.get("kl", 0.0) > guards.kl:
+            raise GuardTripped(
+                f"guards.kl: the KL per token to the last promoted version is {numbers['kl']:.3g}, "
+                f"above {guards.kl:g}"
+            )
         if samples < ENOUGH:
             return
         if self.entropy is None:
             self.entropy = numbers["entropy"]
         if self.length is None and length:
             self.length = length
-        guards = self.guards
-        if numbers.get("veto_fraction", 0.0) > VETOED:
-            raise GuardTripped(
-                f"train.veto: {numbers['veto_fraction']:.2f} of the tokens are in answers that the policy "
-                "would never give any more"
-            )
-        if numbers["kl"] > guards.kl:
-            raise GuardTripped(
-                f"guards.kl: the KL per token to the last promoted version is {numbers['kl']:.3g}, "
-                f"above {guards.kl:g}"
-            )
         if numbers["entropy"] < guards.entropy * self.entropy:
             raise GuardTripped(
                 f"guards.entropy: the entropy per token is {numbers['entropy']:.3g}, under "

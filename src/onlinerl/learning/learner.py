@@ -112,6 +112,11 @@ class Learner:
         not be used any more (a NaN never reaches them).
         """
         samples = [scored.sample for scored in batch]
+        # Adam's step does not shrink with the evidence: three verdicts would move the weights as far as a
+        # full batch does. The last batch of a run earns its share of a step.
+        share = min(1.0, len(batch) / self.train.batch)
+        for group in self.optimizer.param_groups:
+            group["lr"] = self.train.lr * share
         minibatches = self._plan(samples, advantage, number)
         totals = Totals()
         self._prepare(minibatches, samples)

@@ -264,13 +264,19 @@ def release_unlearned(c: Connection, run: int) -> int:
 def keep(c: Connection, policy: str) -> set[int]:
     """Ids of the versions whose files gc must not touch.
 
-    The first version (the hold-out), the live one, the one before it, candidates and canaries, and the
-    parent and the versions of an unfinished run.
+    The first version (the hold-out), the live one, the one before it, the one that was live last (after a
+    rollback one may want to look again), candidates and canaries, and the parent and the versions of an
+    unfinished run.
     """
     kept = {0}
+    lived: list[tuple[float, int]] = []
     for row in c.execute(sa.select(table).where(table.c.policy == policy)):
         if VersionState(row.state) in (*_OPEN, VersionState.LIVE):
             kept.add(row.id)
+        elif row.live_at is not None and row.collected_at is None:
+            lived.append((row.live_at, row.id))
+    if lived:
+        kept.add(max(lived)[1])
     before = previous(c, policy)
     if before is not None:
         kept.add(before.id)
