@@ -89,7 +89,7 @@ class Budget:
 
     baseline: int = 280
     """Requests on version 0 before anything is learned."""
-    steps: int = 24
+    steps: int = 36
     """Batches of the training run."""
     seconds: float = 400.0
     """After so long the run is asked to stop, however many batches it has done."""
@@ -151,7 +151,7 @@ def demo_settings(given: Settings) -> Settings:
                     # three times the entropy, and at this rate the policy moves far within a few batches,
                     # so young samples teach most.
                     "minibatches": 1,
-                    "version_every": 4,
+                    "version_every": 3,
                     "staleness": 1,
                     "holdout": 0.05,
                     "patience": 0,
@@ -320,7 +320,7 @@ class _Demo:
                         advance()
                         done += 1
                     # What waits long is stale when it is trained on.
-                    if waiting < 1.5 * batch:
+                    if waiting < batch:
                         await self._traffic(server, batch, lambda: None)
                     else:
                         await asyncio.sleep(0.2)
