@@ -10,13 +10,13 @@ go between passes without anything being copied.
 from __future__ import annotations
 
 import math
+import mmap
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
-import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -130,13 +130,13 @@ class Rows(Cache):
 def _zeros(like: Tensor, *shape: int) -> Tensor:
     """Zeros, not whatever was there: a masked NaN still poisons the sum over values.
 
-    On CPU they come from calloc by way of NumPy, which takes no memory before it is written to; torch
-    writes its zeros.
+    On CPU they are mapped memory, which takes a page only when it is written to; torch writes its zeros.
+    (NumPy's asks for huge pages: the first pass of a new version then waits for 32 MB to be cleared.)
     """
     if like.device.type != "cpu":
         return like.new_zeros(shape)
-    raw = np.zeros(math.prod(shape) * like.element_size(), dtype=np.uint8)
-    return torch.from_numpy(raw).view(like.dtype).view(shape)
+    raw = mmap.mmap(-1, math.prod(shape) * like.element_size())
+    return torch.frombuffer(raw, dtype=like.dtype).view(shape)
 
 
 @contextmanager
