@@ -37,7 +37,7 @@ from onlinerl.engines.embedded import EmbeddedEngine
 from onlinerl.records import FinishReason, Generation, Token, Version, VersionState
 from onlinerl.replica.decoder import Decoder, End, Event, Group
 from onlinerl.replica.model import build
-from onlinerl.weights.directory import resolve_model
+from onlinerl.weights.models import resolve_model
 
 MODEL = resolve_model("fim-27m")
 RESULTS = Path(__file__).parent / "results" / "engine.json"

@@ -36,7 +36,7 @@ from onlinerl.learning.batches import PolicyModel, length, microbatches, pack
 from onlinerl.learning.guards import Bands
 from onlinerl.learning.learner import Learner
 from onlinerl.records import Sample, Scored, Verdict
-from onlinerl.weights.directory import resolve_model
+from onlinerl.weights.models import resolve_model
 
 EOS = 8183
 

@@ -25,6 +25,7 @@ from onlinerl.serve import admin_key
 from onlinerl.store import versions
 from onlinerl.store.database import Database
 from onlinerl.weights import directory
+from onlinerl.weights.models import resolve_model
 from tests.versions import make_version, settings_of
 
 ROOT = Path(__file__).parents[1]
@@ -334,7 +335,7 @@ def test_ids_and_policies_that_cannot_be(home: tuple[Path, Settings]) -> None:
 
 def test_a_model_that_the_engine_can_never_serve_ends_the_server(tmp_path: Path) -> None:
     model, home = tmp_path / "model", tmp_path / "home"
-    shutil.copytree(directory.resolve_model("fim-27m"), model)
+    shutil.copytree(resolve_model("fim-27m"), model)
     config = json.loads((model / "config.json").read_text())
     config |= {"architectures": ["BertForMaskedLM"], "model_type": "bert"}
     (model / "config.json").write_text(json.dumps(config))

@@ -27,6 +27,7 @@ from onlinerl.records import Version, VersionState
 from onlinerl.weights import directory
 from onlinerl.weights.directory import DataRange
 from onlinerl.weights.header import read_header
+from onlinerl.weights.models import resolve_model
 
 INDEX = "model.safetensors.index.json"
 SHAPES = {"model.a": (8, 4), "model.b": (4,), "scalar": ()}
@@ -238,25 +239,25 @@ def test_an_unusable_model_is_refused(
 
 
 def test_resolve_model(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    packaged = directory.resolve_model("fim-27m")
+    packaged = resolve_model("fim-27m")
     assert (packaged / "model.safetensors").is_file()
-    assert directory.resolve_model(str(model)) == model
+    assert resolve_model(str(model)) == model
     monkeypatch.chdir(model.parent)
-    assert directory.resolve_model("model") == model
+    assert resolve_model("model") == model
     with pytest.raises(ModelError, match="neither a directory"):
-        directory.resolve_model("/nowhere/at/all")
+        resolve_model("/nowhere/at/all")
     with pytest.raises(ModelError, match="neither a directory"):
-        directory.resolve_model("nothing-here")
+        resolve_model("nothing-here")
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     import huggingface_hub.constants
 
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
     with pytest.raises(ModelError, match="owner/name is no directory here and cannot be fetched"):
-        directory.resolve_model("owner/name")
+        resolve_model("owner/name")
 
 
 def test_the_packaged_model_verifies(root: str) -> None:
-    version = directory.import_base(root, "tab", directory.resolve_model("fim-27m"))
+    version = directory.import_base(root, "tab", resolve_model("fim-27m"))
     directory.verify(version.url, version.digest)
     manifest = directory.read_manifest(version.url)
     assert manifest.tensors["model.embed_tokens.weight"].shape == (8192, 512)

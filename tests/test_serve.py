@@ -20,7 +20,7 @@ from typing import Any
 import httpx
 import pytest
 
-from onlinerl import config, serve
+from onlinerl import config
 from onlinerl.engines import embedded
 from onlinerl.store import versions
 from tests.servers import OVERRIDES, Served, alive, onlinerl, until
@@ -259,12 +259,12 @@ def test_a_taken_port_is_named_with_its_setting(tmp_path: Path, option: str, set
 async def test_a_replica_that_does_not_answer_is_killed_and_started_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(serve, "SILENT", 1.0)
+    monkeypatch.setattr(supervisor, "SILENT", 1.0)
     monkeypatch.setattr(embedded, "STATUS", 0.5)
     came: asyncio.Queue[str] = asyncio.Queue()
     went: asyncio.Queue[str] = asyncio.Queue()
-    with serve.socket_folder() as sockets:
-        one = serve.Supervisor(
+    with supervisor.socket_folder() as sockets:
+        one = supervisor.Supervisor(
             "tab",
             0,
             config.Engine(threads=1),

@@ -27,6 +27,7 @@ from onlinerl.records import Run, RunState, Sample, Scored, VersionState
 from onlinerl.store import interactions, runs, versions
 from onlinerl.store.database import Database
 from onlinerl.weights import directory
+from onlinerl.weights.models import resolve_model
 
 LEFT_OUT = {
     "cold": "answers sampled below train.temperature_floor",
@@ -127,7 +128,7 @@ def register_base(settings: config.Settings, policy: str, database: Database) ->
             return
         except NotFound:
             pass
-    model = directory.resolve_model(settings.policies[policy].model)
+    model = resolve_model(settings.policies[policy].model)
     base = directory.import_base(settings.weights_url, policy, model)
     try:
         with database.write() as c:

@@ -6,6 +6,7 @@ from onlinerl.config import Settings
 from onlinerl.store import versions
 from onlinerl.store.database import Database
 from onlinerl.weights import directory
+from onlinerl.weights.models import resolve_model
 
 
 def ensure(settings: Settings, policy: str, database: Database) -> None:
@@ -14,7 +15,7 @@ def ensure(settings: Settings, policy: str, database: Database) -> None:
     Raises ModelError for a model that is missing or broken, and when version 0 came from another model
     than the settings name now.
     """
-    model = directory.resolve_model(settings.policies[policy].model)
+    model = resolve_model(settings.policies[policy].model)
     version = directory.import_base(settings.weights_url, policy, model)
     with database.write() as c:
         if versions.find(c, policy, version.id) is None:

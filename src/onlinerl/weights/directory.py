@@ -25,10 +25,11 @@ from urllib.parse import unquote, urlsplit
 
 from safetensors import SafetensorError
 
-from onlinerl.config import BUILTIN_MODEL, POLICY_NAME
+from onlinerl.config import POLICY_NAME
 from onlinerl.errors import ModelError, WeightsError
 from onlinerl.records import Version, VersionState
 from onlinerl.weights.header import Place, read_header
+from onlinerl.weights.models import COMPANIONS, FILE_NAME, INDEX, PICKLES, model_files
 
 MANIFEST = "manifest.json"
 FORMAT = 1
@@ -36,16 +37,6 @@ FORMAT = 1
 ABANDONED = 3600.0
 """Seconds without a change after which gc takes a folder that no database names: nobody writes it."""
 
-_INDEX = "model.safetensors.index.json"
-_COMPANIONS = (
-    "config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json", "tokenizer.model",
-    "special_tokens_map.json", "added_tokens.json", "vocab.json", "vocab.txt", "merges.txt",
-    "chat_template.jinja", "chat_template.json",
-)  # fmt: skip
-"""What a model directory may hold beside its weights that serving or training reads."""
-_PICKLES = (".bin", ".pt", ".pth", ".pkl", ".pickle", ".ckpt", ".joblib")
-_FILE_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.+-]{0,254}")
-_HUB_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]*(/[A-Za-z0-9][A-Za-z0-9_.-]*)?")
 _BLOCK = 1 << 20
 
 
@@ -199,11 +190,11 @@ def write_version(
         except SafetensorError as error:  # its writer reports a full disk so
             raise WeightsError(f"the weights of {target} cannot be written: {error}") from error
         written = {entry.name for entry in staging.iterdir()}
-        strange = sorted(name for name in written if not name.endswith(".safetensors") and name != _INDEX)
+        strange = sorted(name for name in written if not name.endswith(".safetensors") and name != INDEX)
         if strange:
             raise WeightsError(f"a version's weights are safetensors files only, not {strange[0]}")
         for name in inherited.files:
-            if name in _COMPANIONS:
+            if name in COMPANIONS:
                 _link(source / name, staging / name)
         return _publish(
             staging,
@@ -232,7 +223,7 @@ def import_base(root: str, policy: str, model_dir: Path) -> Version:
     a directory that is no usable model, and for another model than the one that version 0 came from.
     """
     target = folder(root, policy, 0)
-    names = _model_files(model_dir)
+    names = model_files(model_dir)
     if not (target / MANIFEST).exists():
         try:
             with _staging(target) as staging:
@@ -303,102 +294,6 @@ def gc(
     return removed
 
 
-# ------------------------------------------------------------------------------------- model names
-
-
-def resolve_model(name: str) -> Path:
-    """The directory of a model: the built-in one, a directory, or a Hugging Face id (fetched if need be).
-
-    Raises ModelError saying what is missing.
-    """
-    if name == BUILTIN_MODEL:
-        place = Path(__file__).parent.parent / "models" / BUILTIN_MODEL
-        if not place.is_dir():
-            raise ModelError(f"the built-in model is missing in this installation: {place} does not exist")
-        _model_files(place)
-        return place
-    place = Path(name).expanduser()
-    if place.exists():
-        _model_files(place)
-        return place.resolve()
-    if not _HUB_ID.fullmatch(name) or name.count("/") != 1:
-        raise ModelError(
-            f"the model {name!r} is neither a directory here, nor {BUILTIN_MODEL}, nor a Hugging Face id "
-            "(owner/name)"
-        )
-    return _fetch(name)
-
-
-def _fetch(name: str) -> Path:
-    # Takes half a second to import, and is needed for models by id alone.
-    from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
-
-    patterns = ["*.safetensors", _INDEX, *_COMPANIONS]
-    try:
-        try:
-            place = Path(snapshot_download(name, allow_patterns=patterns, local_files_only=True))
-            _model_files(place)
-        except (LocalEntryNotFoundError, ModelError):  # not there, or only in part
-            place = Path(snapshot_download(name, allow_patterns=patterns))
-            _model_files(place)
-    except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
-        reason = str(error).strip().partition("\n")[0]
-        raise ModelError(f"the model {name} is no directory here and cannot be fetched: {reason}") from None
-    return place
-
-
-def _model_files(model_dir: Path) -> list[str]:
-    """Names of the files of a model directory that a version needs; every header is read."""
-    if not model_dir.is_dir():
-        raise ModelError(f"the model directory {model_dir} does not exist")
-    for needed in ("config.json", "tokenizer.json"):
-        if not (model_dir / needed).is_file():
-            raise ModelError(f"the model directory {model_dir} has no {needed}")
-    try:
-        config = json.loads((model_dir / "config.json").read_bytes())
-        if not isinstance(config, dict):
-            raise ValueError("not an object")
-    except (OSError, ValueError) as error:
-        raise ModelError(f"{model_dir / 'config.json'} cannot be read: {error}") from None
-    weights = _weight_files(model_dir)
-    for name in weights:
-        try:
-            read_header((model_dir / name).resolve())
-        except WeightsError as error:
-            raise ModelError(str(error)) from None
-    index = [_INDEX] if (model_dir / _INDEX).is_file() else []
-    return [name for name in _COMPANIONS if (model_dir / name).is_file()] + index + weights
-
-
-def _weight_files(model_dir: Path) -> list[str]:
-    if (model_dir / _INDEX).is_file():
-        try:
-            names = sorted(set(json.loads((model_dir / _INDEX).read_bytes())["weight_map"].values()))
-        except (OSError, ValueError, KeyError, TypeError, AttributeError):
-            raise ModelError(f"{model_dir / _INDEX} cannot be understood") from None
-    elif (model_dir / "model.safetensors").is_file():
-        names = ["model.safetensors"]
-    else:
-        names = sorted(path.name for path in model_dir.glob("*.safetensors"))
-    for name in names:
-        if not isinstance(name, str) or not _FILE_NAME.fullmatch(name) or not name.endswith(".safetensors"):
-            raise ModelError(
-                f"{model_dir / _INDEX} names {name!r}, which is no safetensors file of the directory"
-            )
-        if not (model_dir / name).is_file():
-            raise ModelError(f"the model directory {model_dir} has no {name}, which its index names")
-    if not names:
-        pickles = sorted(path.name for path in model_dir.iterdir() if path.suffix in _PICKLES)
-        if pickles:
-            raise ModelError(
-                f"{model_dir} has its weights as a pickle ({pickles[0]}), which can run code and is never "
-                "loaded: save the model with save_pretrained(safe_serialization=True)"
-            )
-        raise ModelError(f"the model directory {model_dir} has no *.safetensors")
-    return names
-
-
 # ------------------------------------------------------------------------------------------ helpers
 
 
@@ -450,7 +345,7 @@ def _manifest(place: Path) -> tuple[Manifest, str]:
     except (ValueError, KeyError, TypeError, AttributeError):
         raise WeightsError(f"{path} is broken: it cannot be understood") from None
     for name in manifest.files:
-        if not _FILE_NAME.fullmatch(name) or name == MANIFEST:
+        if not FILE_NAME.fullmatch(name) or name == MANIFEST:
             raise WeightsError(f"{path} names the file {name!r}, which cannot be one of a version")
     return manifest, hashlib.sha256(text).hexdigest()
 
@@ -514,9 +409,9 @@ def _publish(staging: Path, target: Path, draft: Manifest, state: VersionState) 
     files: dict[str, FileEntry] = {}
     tensors: dict[str, TensorEntry] = {}
     for path in sorted(staging.iterdir()):
-        if not _FILE_NAME.fullmatch(path.name) or path.is_symlink() or not path.is_file():
+        if not FILE_NAME.fullmatch(path.name) or path.is_symlink() or not path.is_file():
             raise WeightsError(f"{path.name!r} cannot be a file of a version")
-        if path.suffix in _PICKLES:
+        if path.suffix in PICKLES:
             raise WeightsError(f"{path.name} is a pickle, which can run code: weights are safetensors only")
         _sync(path)
         sha256, found = _digest(path)
