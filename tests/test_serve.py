@@ -20,7 +20,7 @@ from typing import Any
 import httpx
 import pytest
 
-from onlinerl import config
+from onlinerl import config, supervisor
 from onlinerl.engines import embedded
 from onlinerl.store import versions
 from tests.servers import OVERRIDES, Served, alive, onlinerl, until
