@@ -121,7 +121,7 @@ class Channel(Generic[Item]):
                 items.append(self.get(left))
             except (ChannelClosed, TimeoutError):
                 break
-            except BaseException:
+            except BaseException:  # a producer's error, of any kind: what came before it is handed out first
                 if items:
                     break  # the next call meets the same error with nothing before it
                 raise

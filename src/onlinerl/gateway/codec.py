@@ -70,8 +70,7 @@ class Codec:
             raise ModelError(f"{directory} has no tokenizer.json; give a model with a fast tokenizer")
         try:
             tokenizer = Tokenizer.from_file(str(file))
-        # tokenizers raises nothing narrower than Exception
-        except Exception as error:  # noqa: BLE001
+        except Exception as error:  # noqa: BLE001  translated: tokenizers raises nothing narrower
             raise ModelError(f"{file} is not a tokenizer: {error}") from None
         tokenizer.no_truncation()
         tokenizer.no_padding()

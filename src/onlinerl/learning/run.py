@@ -189,7 +189,7 @@ def _work(
         _wait(group, control)
     except RunBusy:
         raise  # another process has the run: its state is not ours to write
-    except BaseException as error:
+    except BaseException as error:  # goes on up; the store must know first that the run is over
         control.stop("failed")
         message = str(error) if isinstance(error, OnlineRLError) else f"{type(error).__name__}: {error}"
         _end(control, log, trainer, RunState.FAILED, message)

@@ -73,7 +73,7 @@ class Database:
         database = cls(parsed)
         try:
             database._prepare()
-        except BaseException:
+        except BaseException:  # whatever it is goes on up; the handles must not stay open
             database.close()
             raise
         return database
