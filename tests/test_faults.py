@@ -14,6 +14,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,7 @@ from tokenizers import Tokenizer, decoders, pre_tokenizers
 from tokenizers.models import BPE
 from transformers import AutoModelForCausalLM, Qwen2Config, Qwen2ForCausalLM
 
+from onlinerl.errors import Conflict
 from onlinerl.gateway.codec import Codec
 from onlinerl.learning import batches as packing
 from onlinerl.learning.learner import Learner
@@ -187,13 +189,18 @@ async def test_trainer_killed_in_mid_step(ring: Served, seed: int) -> None:
 
             if by_hand:  # it follows, as its owner had asked
                 await eventually(lambda: caught_up(ring, run.id), 120, "all of the feedback is trained on")
-                with ring.database() as database, database.write() as c:
+                # A second person's `train` may have taken it over, who did not ask to follow: it is over then.
+                with suppress(Conflict), ring.database() as database, database.write() as c:
                     runs.wish(c, "tab", run.id, "stop")
             await eventually(over, 240, "the run ends")
+            endings = {RunState.STOPPED if by_hand else RunState.FINISHED}
             if second is not None:
                 done = await second
                 assert done.returncode in (0, 1), done.stderr
-                assert done.returncode == 0 or "wait for it or stop it first" in done.stderr
+                if done.returncode == 0:
+                    endings = {RunState.STOPPED, RunState.FINISHED}
+                else:
+                    assert "wait for it or stop it first" in done.stderr
             await clients.stop()
             facts |= clients.outcomes()
             facts["acknowledged"] = len(clients.acknowledged)
@@ -209,7 +216,7 @@ async def test_trainer_killed_in_mid_step(ring: Served, seed: int) -> None:
             assert lost == []
             assert clients.outcomes().keys() == {"whole"}, "nobody who asks notices"
             assert clients.unsure == []
-            assert ended.state is (RunState.STOPPED if by_hand else RunState.FINISHED), ended.message
+            assert ended.state in endings, ended.message
             assert used == marked
             assert broken == []
             with ring.database() as database, database.read() as c:
