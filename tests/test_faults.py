@@ -189,7 +189,7 @@ async def test_trainer_killed_in_mid_step(ring: Served, seed: int) -> None:
 
             if by_hand:  # it follows, as its owner had asked
                 await eventually(lambda: caught_up(ring, run.id), 120, "all of the feedback is trained on")
-                # A second person's `train` may have taken it over, who did not ask to follow: it is over then.
+                # A second person's `train`, which was not to follow, may have taken it over and be done.
                 with suppress(Conflict), ring.database() as database, database.write() as c:
                     runs.wish(c, "tab", run.id, "stop")
             await eventually(over, 240, "the run ends")
