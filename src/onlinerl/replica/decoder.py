@@ -32,6 +32,8 @@ more. On CPU it is address space: memory is taken only for what is written."""
 SHARED = 16
 """A prefix shorter than this is read again rather than looked for."""
 
+SWITCH_PREFILL = 4
+"""Into how many bites `prefill` is cut while more than one version runs."""
 IDLE_PREFILL = 4
 """While nothing decodes, nobody is stalled by a long pass: it takes this many times more prompt tokens."""
 
@@ -409,6 +411,10 @@ class Decoder(threading.Thread):
             groups = [group for group in self._groups.values() if group.running]
         busy = any(group.decoding for group in groups)
         budget = self._prefill if busy else IDLE_PREFILL * self._prefill
+        if busy and len(groups) > 1:
+            # A version that just came has no prompt in its cache yet, and each version costs a pass of its
+            # own: while both run, prompts are read in smaller bites, so that nobody's tokens are late.
+            budget = max(1, budget // SWITCH_PREFILL)
         # Turn and turn about, so that the prompts of one version never starve those of another.
         self._turn += 1
         first = self._turn % max(1, len(groups))
