@@ -13,6 +13,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from onlinerl.records import Feedback, Interaction
+from onlinerl.store.feedback import displayed_characters
 
 Parse = Callable[[Interaction], "tuple[str, str] | None"]
 """(text before the cursor, text after it) of an interaction's prompt; None where it is no such prompt."""
@@ -47,12 +48,7 @@ def displayed(completion: str, text: str) -> int | None:
     """
     if not text:
         return len(completion) if not completion.strip() else None
-    if completion.startswith(text):
-        return len(text)
-    spaces = len(completion) - len(completion.lstrip(" "))
-    if spaces and completion.startswith(text, spaces):
-        return spaces + len(text)
-    return None
+    return displayed_characters(completion, text)
 
 
 def by_prompt(feedback: Feedback, candidates: Sequence[Interaction]) -> list[Match]:
