@@ -631,6 +631,10 @@ def test_a_run_says_what_came_of_it_and_what_to_do_next(
     assert "it made tab@1" in made
     assert "`onlinerl versions promote 1`" in made
     assert "runs start from tab@0" in made
+    folder = settings.home / "runs" / "3"
+    assert f"its numbers are in {folder / 'log.jsonl'}" in made
+    assert f"`tensorboard --logdir {folder}`" in made
+    assert "its numbers" not in nothing
 
 
 def test_wrong_settings_exit_with_two(monkeypatch: pytest.MonkeyPatch, settings: Settings) -> None:

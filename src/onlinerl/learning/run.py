@@ -87,6 +87,11 @@ def outcome(settings: config.Settings, run: Run) -> list[str]:
             live = versions.live(c, run.policy)
     finally:
         database.close()
+    folder = run_folder(settings, run.id)
+    numbers = (
+        f"its numbers are in {folder / 'log.jsonl'}; `tensorboard --logdir {folder}` shows them, and "
+        "docs/metrics.md tells what each says"
+    )
     if made:
         last = made[-1]
         lines = [f"it made {', '.join(one.name for one in made)}"]
@@ -96,9 +101,9 @@ def outcome(settings: config.Settings, run: Run) -> list[str]:
                 f"{last.name} is a candidate: `onlinerl versions promote {last.id}{policy}`, with the same "
                 f"-c and --home, makes it live; until then runs start from {live.name}"
             )
-        return lines
+        return [*lines, numbers]
     if run.step:
-        return ["it made no version"]
+        return ["it made no version", numbers]
     lines = [
         "there was nothing to learn from: answers must be asked for and rated first (POST /v1/feedback, or "
         "`onlinerl simulate`)"
