@@ -265,8 +265,13 @@ def test_nothing_to_learn_from(settings: Settings) -> None:
 def test_cold_samples_are_left_out(settings: Settings) -> None:
     fill(settings, 40)
     fill(settings, 40, seed=1, temperature=0.2)
+    fill(settings, 40, seed=2, arm="explore")
     train(settings, "tab")
     assert not [id for id in trained(settings) if id.startswith("s1-")]
+    for step, ids in zip(kept_steps(settings), events(settings, kind="step"), strict=True):
+        explored = [id for id in ids["ids"] if id.startswith("s2-")]
+        assert step.numbers["explored"] == len(explored) / step.numbers["samples"]
+    assert kept_steps(settings)[-1].numbers["explored"] == 1, "both arms are trained on"
     cold = sum(row["dropped"] == "cold" for row in rows(settings))
     assert cold > 0
     assert kept_steps(settings)[-1].numbers["dropped/cold"] == cold

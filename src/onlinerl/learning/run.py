@@ -30,7 +30,8 @@ from onlinerl.weights import directory
 from onlinerl.weights.models import resolve_model
 
 LEFT_OUT = {
-    "cold": "answers sampled below train.temperature_floor",
+    "cold": "answers sampled below train.temperature_floor: let a share of the users explore "
+    "(exploration.users), or have their client sample at temperature 1",
     "stale": "answers of versions that are too old (train.staleness)",
     "surplus": "silent answers beyond the share of shown ones that were rated",
 }
