@@ -15,6 +15,7 @@ from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from transformers import AutoModelForCausalLM, Qwen2Config, Qwen2ForCausalLM
 
+from onlinerl import base
 from onlinerl.config import Settings
 from onlinerl.records import FinishReason, Interaction, Verdict
 from onlinerl.store import interactions, versions
@@ -107,11 +108,9 @@ def interaction(
 
 def fill(settings: Settings, count: int, seed: int = 0, **options: Any) -> list[str]:
     """Put `count` labelled interactions of the live version into the store; returns their ids."""
-    from onlinerl.learning.run import register_base
-
     database = Database.open(settings.database_url)
     try:
-        register_base(settings, "tab", database)
+        base.ensure(settings, "tab", database)
         with database.read() as c:
             live = versions.live(c, "tab")
         made = [

@@ -13,8 +13,8 @@ from types import FrameType
 
 from sqlalchemy.engine import Connection
 
-from onlinerl import config
-from onlinerl.errors import Conflict, NotFound, OnlineRLError, RunBusy, SettingsError
+from onlinerl import base, config
+from onlinerl.errors import OnlineRLError, RunBusy, SettingsError
 from onlinerl.flow.channel import Channel
 from onlinerl.flow.worker import WorkerGroup
 from onlinerl.learning.checkpoints import Checkpoint
@@ -26,8 +26,6 @@ from onlinerl.learning.trainer import Trainer, checkpoints_of, run_folder
 from onlinerl.records import Run, RunState, Sample, Scored, VersionState
 from onlinerl.store import interactions, runs, versions
 from onlinerl.store.database import Database
-from onlinerl.weights import directory
-from onlinerl.weights.models import resolve_model
 
 LEFT_OUT = {
     "cold": "answers sampled below train.temperature_floor: let a share of the users explore "
@@ -53,7 +51,7 @@ def train(
         raise SettingsError(f"there is no policy {policy!r}; there are {', '.join(settings.policies)}")
     database = Database.open(settings.database_url)
     try:
-        register_base(settings, policy, database)
+        base.ensure(settings, policy, database, same_model=False)
         with database.write() as c:
             run, resumed = runs.start(
                 c,
@@ -128,24 +126,6 @@ def tau(c: Connection, settings: config.Settings, policy: str) -> float:
         return 0.0
     counts = interactions.counts(c, policy=policy)
     return auto_tau(counts.accepted, counts.opportunities, rewards.tau_limit)
-
-
-def register_base(settings: config.Settings, policy: str, database: Database) -> None:
-    """Make the policy's model its version 0, unless there is a live version."""
-    with database.read() as c:
-        try:
-            versions.live(c, policy)
-            return
-        except NotFound:
-            pass
-    model = resolve_model(settings.policies[policy].model)
-    base = directory.import_base(settings.weights_url, policy, model)
-    try:
-        with database.write() as c:
-            versions.register(c, base)
-    except Conflict:
-        with database.read() as c:
-            versions.live(c, policy)  # another process was faster
 
 
 def threads_of(train: config.Train) -> int:
