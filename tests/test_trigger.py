@@ -15,9 +15,8 @@ from pathlib import Path
 import pytest
 from prometheus_client import REGISTRY
 
-from onlinerl import config
+from onlinerl import base, config
 from onlinerl.config import Settings
-from onlinerl.loop import base
 from onlinerl.loop import run as launcher
 from onlinerl.loop.trigger import RESTARTS, Trigger, Window, drift, due
 from onlinerl.records import Event, Feedback, Interaction, Run, RunState

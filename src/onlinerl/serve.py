@@ -26,7 +26,7 @@ from typing import Any
 import uvicorn
 import uvloop
 
-from onlinerl import config
+from onlinerl import base, config
 from onlinerl.config import Settings
 from onlinerl.engines.embedded import EmbeddedEngine
 from onlinerl.engines.pool import Pool
@@ -35,7 +35,6 @@ from onlinerl.gateway.app import create_app
 from onlinerl.gateway.codec import Codec
 from onlinerl.gateway.service import Service
 from onlinerl.gateway.templates import find as find_template
-from onlinerl.loop import base
 from onlinerl.loop.publisher import Publisher
 from onlinerl.loop.trigger import Trigger
 from onlinerl.observe import configure_logging, logger

@@ -13,8 +13,8 @@ from types import FrameType
 
 from sqlalchemy.engine import Connection
 
-from onlinerl import config
-from onlinerl.errors import Conflict, NotFound, OnlineRLError, RunBusy, SettingsError
+from onlinerl import base, config
+from onlinerl.errors import OnlineRLError, RunBusy, SettingsError
 from onlinerl.flow.channel import Channel
 from onlinerl.flow.worker import WorkerGroup
 from onlinerl.learning.checkpoints import Checkpoint
@@ -26,15 +26,15 @@ from onlinerl.learning.trainer import Trainer, checkpoints_of, run_folder
 from onlinerl.records import Run, RunState, Sample, Scored, VersionState
 from onlinerl.store import interactions, runs, versions
 from onlinerl.store.database import Database
-from onlinerl.weights import directory
-from onlinerl.weights.models import resolve_model
 
 LEFT_OUT = {
-    "cold": "answers sampled below train.temperature_floor",
+    "cold": "answers sampled below train.temperature_floor: let a share of the users explore "
+    "(exploration.users), or have their client sample at temperature 1",
     "stale": "answers of versions that are too old (train.staleness)",
     "surplus": "silent answers beyond the share of shown ones that were rated",
 }
-"""Why a row is dropped (`interactions.dropped`), for people."""
+"""Why a row is dropped (`interactions.dropped`), for people. The reasons are an open set: others are told by
+their own word."""
 
 
 def train(
@@ -51,7 +51,7 @@ def train(
         raise SettingsError(f"there is no policy {policy!r}; there are {', '.join(settings.policies)}")
     database = Database.open(settings.database_url)
     try:
-        register_base(settings, policy, database)
+        base.ensure(settings, policy, database, same_model=False)
         with database.write() as c:
             run, resumed = runs.start(
                 c,
@@ -86,6 +86,11 @@ def outcome(settings: config.Settings, run: Run) -> list[str]:
             live = versions.live(c, run.policy)
     finally:
         database.close()
+    folder = run_folder(settings, run.id)
+    numbers = (
+        f"its numbers are in {folder / 'log.jsonl'}; `tensorboard --logdir {folder}` shows them, and "
+        "docs/metrics.md tells what each says"
+    )
     if made:
         last = made[-1]
         lines = [f"it made {', '.join(one.name for one in made)}"]
@@ -95,9 +100,9 @@ def outcome(settings: config.Settings, run: Run) -> list[str]:
                 f"{last.name} is a candidate: `onlinerl versions promote {last.id}{policy}`, with the same "
                 f"-c and --home, makes it live; until then runs start from {live.name}"
             )
-        return lines
+        return [*lines, numbers]
     if run.step:
-        return ["it made no version"]
+        return ["it made no version", numbers]
     lines = [
         "there was nothing to learn from: answers must be asked for and rated first (POST /v1/feedback, or "
         "`onlinerl simulate`)"
@@ -105,7 +110,10 @@ def outcome(settings: config.Settings, run: Run) -> list[str]:
     if waiting:
         rest = settings.policies[run.policy].joins.rest
         lines = [f"{waiting} verdicts wait for the next run; a timeout rests {rest:g} s first (joins.rest)"]
-    lines += [f"left out so far: {number} {LEFT_OUT[reason]}" for reason, number in sorted(dropped.items())]
+    lines += [
+        f"left out so far: {number} {LEFT_OUT.get(reason, f'answers dropped as {reason}')}"
+        for reason, number in sorted(dropped.items())
+    ]
     return lines
 
 
@@ -118,24 +126,6 @@ def tau(c: Connection, settings: config.Settings, policy: str) -> float:
         return 0.0
     counts = interactions.counts(c, policy=policy)
     return auto_tau(counts.accepted, counts.opportunities, rewards.tau_limit)
-
-
-def register_base(settings: config.Settings, policy: str, database: Database) -> None:
-    """Make the policy's model its version 0, unless there is a live version."""
-    with database.read() as c:
-        try:
-            versions.live(c, policy)
-            return
-        except NotFound:
-            pass
-    model = resolve_model(settings.policies[policy].model)
-    base = directory.import_base(settings.weights_url, policy, model)
-    try:
-        with database.write() as c:
-            versions.register(c, base)
-    except Conflict:
-        with database.read() as c:
-            versions.live(c, policy)  # another process was faster
 
 
 def threads_of(train: config.Train) -> int:
@@ -162,6 +152,7 @@ def _work(
         trainer.prepare(checkpoint)
         with control.database.write() as c:
             interactions.release(c, run=run.id, after_batch=trainer.batch)
+            runs.forget_steps(c, run=run.id, after_batch=trainer.batch)
         log.event(
             "resume" if resumed else "start",
             run=run.id,
