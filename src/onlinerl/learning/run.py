@@ -159,6 +159,7 @@ def _work(
         trainer.prepare(checkpoint)
         with control.database.write() as c:
             interactions.release(c, run=run.id, after_batch=trainer.batch)
+            runs.forget_steps(c, run=run.id, after_batch=trainer.batch)
         log.event(
             "resume" if resumed else "start",
             run=run.id,
