@@ -169,10 +169,10 @@ def advantages(
     answer worth 0, as much as silence, whatever τ says.
 
     `group`: A = (r − mean) / (std + 1e-6) over the samples of the batch that share their request's id and
-    their prompt (a request may bring several); std is that of a sample (n − 1). A group of one, or of equal rewards, gives 0: it has nothing to compare. A batch
-    takes what is there in the order of the requests, so at its edges a group may be cut in two, and each part
-    is compared within itself; a `train.batch` that is a multiple of `n` keeps them whole where every choice
-    is rated.
+    their prompt (a request may bring several); std is that of a sample (n − 1). A group of one, or of equal
+    rewards, gives 0: it has nothing to compare. A batch takes what is there in the order of the requests, so
+    at its edges a group may be cut in two, and each part is compared within itself; a `train.batch` that is a
+    multiple of `n` keeps them whole where every choice is rated.
     """
     rewards = [scored.reward for scored in batch]
     if mode == "raw":
