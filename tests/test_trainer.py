@@ -266,8 +266,13 @@ def test_nothing_to_learn_from(settings: Settings) -> None:
 def test_cold_samples_are_left_out(settings: Settings) -> None:
     fill(settings, 40)
     fill(settings, 40, seed=1, temperature=0.2)
+    fill(settings, 40, seed=2, arm="explore")
     train(settings, "tab")
     assert not [id for id in trained(settings) if id.startswith("s1-")]
+    for step, ids in zip(kept_steps(settings), events(settings, kind="step"), strict=True):
+        explored = [id for id in ids["ids"] if id.startswith("s2-")]
+        assert step.numbers["explored"] == len(explored) / step.numbers["samples"]
+    assert kept_steps(settings)[-1].numbers["explored"] == 1, "both arms are trained on"
     cold = sum(row["dropped"] == "cold" for row in rows(settings))
     assert cold > 0
     assert kept_steps(settings)[-1].numbers["dropped/cold"] == cold
@@ -632,6 +637,10 @@ def test_a_run_says_what_came_of_it_and_what_to_do_next(
     assert "it made tab@1" in made
     assert "`onlinerl versions promote 1`" in made
     assert "runs start from tab@0" in made
+    folder = settings.home / "runs" / "3"
+    assert f"its numbers are in {folder / 'log.jsonl'}" in made
+    assert f"`tensorboard --logdir {folder}`" in made
+    assert "its numbers" not in nothing
 
 
 def test_wrong_settings_exit_with_two(monkeypatch: pytest.MonkeyPatch, settings: Settings) -> None:

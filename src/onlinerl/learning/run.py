@@ -14,8 +14,8 @@ from types import FrameType
 
 from sqlalchemy.engine import Connection
 
-from onlinerl import config
-from onlinerl.errors import Conflict, NotFound, OnlineRLError, RunBusy, SettingsError
+from onlinerl import base, config
+from onlinerl.errors import OnlineRLError, RunBusy, SettingsError
 from onlinerl.flow.channel import Channel
 from onlinerl.flow.worker import WorkerGroup
 from onlinerl.learning import cleaning
@@ -29,11 +29,10 @@ from onlinerl.learning.trainer import Trainer, checkpoints_of, run_folder
 from onlinerl.records import Run, RunState, Sample, Scored, VersionState
 from onlinerl.store import interactions, runs, versions
 from onlinerl.store.database import Database
-from onlinerl.weights import directory
-from onlinerl.weights.models import resolve_model
 
 LEFT_OUT = {
-    "cold": "answers sampled below train.temperature_floor",
+    "cold": "answers sampled below train.temperature_floor: let a share of the users explore "
+    "(exploration.users), or have their client sample at temperature 1",
     "stale": "answers of versions that are too old (train.staleness)",
     "surplus": "silent answers beyond the share of shown ones that were rated",
     "crowd": "answers of users who had their share of a batch (trust.share)",
@@ -60,7 +59,7 @@ def train(
     table = RewardTable.of(settings.policies[policy].rewards, 0.0)
     database = Database.open(settings.database_url)
     try:
-        register_base(settings, policy, database)
+        base.ensure(settings, policy, database, same_model=False)
         with database.write() as c:
             run, resumed = runs.start(
                 c,
@@ -101,6 +100,11 @@ def outcome(settings: config.Settings, run: Run) -> list[str]:
         f"{LEFT_OUT.get(reason, f'answers dropped as {reason}')}"
         for reason, number in sorted(dropped.items())
     ]
+    folder = run_folder(settings, run.id)
+    numbers = (
+        f"its numbers are in {folder / 'log.jsonl'}; `tensorboard --logdir {folder}` shows them, and "
+        "docs/metrics.md tells what each says"
+    )
     if made:
         last = made[-1]
         lines = [f"it made {', '.join(one.name for one in made)}"]
@@ -110,9 +114,9 @@ def outcome(settings: config.Settings, run: Run) -> list[str]:
                 f"{last.name} is a candidate: `onlinerl versions promote {last.id}{policy}`, with the same "
                 f"-c and --home, makes it live; until then runs start from {live.name}"
             )
-        return lines + left_out
+        return [*lines, *left_out, numbers]
     if run.step:
-        return ["it made no version", *left_out]
+        return ["it made no version", *left_out, numbers]
     lines = [
         "there was nothing to learn from: answers must be asked for and rated first (POST /v1/feedback, or "
         "`onlinerl simulate`)"
@@ -132,24 +136,6 @@ def tau(c: Connection, settings: config.Settings, policy: str) -> float:
         return 0.0
     counts = interactions.counts(c, policy=policy)
     return auto_tau(counts.accepted, counts.opportunities, rewards.tau_limit)
-
-
-def register_base(settings: config.Settings, policy: str, database: Database) -> None:
-    """Make the policy's model its version 0, unless there is a live version."""
-    with database.read() as c:
-        try:
-            versions.live(c, policy)
-            return
-        except NotFound:
-            pass
-    model = resolve_model(settings.policies[policy].model)
-    base = directory.import_base(settings.weights_url, policy, model)
-    try:
-        with database.write() as c:
-            versions.register(c, base)
-    except Conflict:
-        with database.read() as c:
-            versions.live(c, policy)  # another process was faster
 
 
 def _work(

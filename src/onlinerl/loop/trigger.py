@@ -104,8 +104,8 @@ class Trigger:
             self._recount_at = now + RECOUNT
             with self._database.read() as c:
                 left_out = interactions.dropped(c, policy=self.policy)
-            for reason, number in left_out.items():
-                LEFT_OUT.labels(self.policy, reason).set(number)
+            for why, number in left_out.items():
+                LEFT_OUT.labels(self.policy, why).set(number)
         code = None
         if self._child is not None:
             code = self._child.poll()
