@@ -312,7 +312,9 @@ class Scored:
     sample: Sample
     reward: float
     parts: Mapping[str, float] = field(default_factory=lambda: MappingProxyType({}))
-    """Reward by source (verdict, retention, …); they add up to `reward`."""
+    """Reward by source (verdict, retention, …), each with its weight; they add up to `reward`."""
+    fault: str = ""
+    """Why it has no reward; "" where it has one. Such a sample is dropped and counted, never trained on."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,13 +14,13 @@ from starlette.responses import Response
 
 from onlinerl.errors import RequestError
 from onlinerl.experiments.assignment import EXPLORE, LIVE, exploration
-from onlinerl.gateway import templates
 from onlinerl.gateway.answers import Answer, Ask, Prompt, new_id
 from onlinerl.gateway.bodies import checked, read_json, sticky
 from onlinerl.gateway.replies import Stream, Whole
 from onlinerl.gateway.service import Route, Service, Services
 from onlinerl.records import text_hash
 from onlinerl.store.database import Writer
+from onlinerl.text import templates
 
 CHOICES = 128
 """Most sequences of one request."""
