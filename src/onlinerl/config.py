@@ -203,6 +203,37 @@ class Train(Node):
     """The show rate's floor."""
 
 
+class Judge(Node):
+    """Who scores completions where there are no users."""
+
+    kind: Literal["reference", "similarity", "llm"] = "reference"
+    """reference: nearness to what the author wrote, less for broken syntax and repetition; similarity: ten
+    times difflib's ratio, for reports; llm: a model behind an OpenAI-compatible chat endpoint, whose key is
+    taken from the environment variable LLMASJUDGE_API_KEY alone."""
+    url: str | None = None
+    """Address of the endpoint, with or without `/chat/completions`; default is LLMASJUDGE_API_URL."""
+    model: str | None = None
+    """Name of the judging model; default is LLMASJUDGE_MODEL."""
+    concurrency: Count = 8
+    """Calls under way at once."""
+    timeout: Positive = 60.0
+    """Seconds that one call may take."""
+    attempts: Count = 6
+    """Calls for one completion before it is given up: its sample is masked and counted."""
+    wait: Annotated[float, Field(ge=0)] = 0.5
+    """Seconds before the second attempt; doubled for each further one, with jitter."""
+    wait_limit: Positive = 30.0
+    """Longest wait between two attempts, in seconds, also where the endpoint asks for a longer one."""
+    temperature: Annotated[float, Field(ge=0, le=2)] = 0.0
+    """Softmax temperature of the judging model."""
+    answer_tokens: Count = 64
+    """Longest answer in tokens; a model that thinks before it answers needs more."""
+    price_input: Annotated[float, Field(ge=0)] | None = None
+    """Price of a million input tokens, in whatever currency; shown before the start, never limits."""
+    price_output: Annotated[float, Field(ge=0)] | None = None
+    """Price of a million output tokens."""
+
+
 class Trigger(Node):
     """When `serve` starts a run by itself."""
 
