@@ -275,6 +275,87 @@ class Policy(Node):
     """When it learns."""
 
 
+class WarmStart(Node):
+    """Supervised fine-tuning before the offline learning; the report shows what it gained by itself."""
+
+    source: str = "none"
+    """none; accepted: completions of the base model that the rater accepted; or a JSONL file of `prefix`,
+    `suffix` and, as `middle`, the completion of a larger model."""
+    completions: Count = 2000
+    """Completions sampled to find accepted ones; they do not count as `validation.completions`."""
+    epochs: Count = 1
+    """Times that each of them is trained on."""
+    lr: Positive = 1e-5
+    """AdamW's learning rate; a batch is `train.batch`."""
+
+
+class Validation(Node):
+    """Offline learning: a judge or simulated users instead of people, on prompts from a code folder."""
+
+    name: str = "offline"
+    """Name of the report's folder, `home/validation/NAME`."""
+    policy: str | None = None
+    """The policy whose model, sampling, rewards and training are used; needed where there are several."""
+    data: Path | None = None
+    """A folder of code, or a JSONL file of `prefix`, `suffix` and `middle`; default is the standard library's
+    packages that the built-in model never saw."""
+    shortest: Count = 1
+    """Least characters of what the author wrote, without surrounding space."""
+    characters: Annotated[int, Field(ge=16)] = 2048
+    """Characters around the cursor, three quarters of them before it."""
+    train_prompts: Count = 3000
+    """Most prompts to learn from."""
+    test_prompts: Count = 1000
+    """Most held-out prompts, of other files."""
+    completions: Count = 6000
+    """Completions sampled to learn from, those included that nobody rated and those that `tau: auto` asks."""
+    group: Count = 1
+    """Completions of one prompt in a batch; mode `group` needs more than one."""
+    publish_every: Annotated[int, Field(ge=0)] = 1
+    """Steps between two publications into the engine: more than one makes samples stale; 0 never publishes,
+    which is offline learning from the start's own completions."""
+    rater: Literal["judge", "user"] = "user"
+    """Who rates completions: a judge by its score (a tenth of it is the reward), or simulated users by
+    accepting and rejecting (the reward is that of `rewards`)."""
+    judge: Judge = Judge()
+    """The judge to train with."""
+    report_judge: Judge = Judge(kind="similarity")
+    """The judge to report with; it should be another one."""
+    tastes: Annotated[tuple[str, ...], Field(min_length=1)] = ("similar",)
+    """Tastes of the simulated users, in turn; the report's accept rate is theirs on average."""
+    users: Count = 8
+    """Simulated users; prompts go to them in turn."""
+    noise_flip: Fraction = 0.0
+    """Share of the verdicts that come as their opposite."""
+    noise_missing: Fraction = 0.0
+    """Share of the shown answers that nobody rates."""
+    noise_timeout: Fraction = 0.0
+    """Share of the shown answers that nobody gets round to: they come as timeouts, whatever they are worth."""
+    quantise: Literal["none", "int8"] = "none"
+    """int8: the engine's linear layers are rounded to 255 levels for each output channel, as a quantised
+    engine's are; the trainer's are not."""
+    warmstart: WarmStart = WarmStart()
+    """Supervised fine-tuning before it."""
+    evaluate_every: Annotated[int, Field(ge=0)] = 0
+    """Steps between two points of the learning curve; 0: its ends alone."""
+    evaluate_prompts: Count = 200
+    """Held-out prompts of a point of the curve; the table uses all."""
+    tau_report: Fraction | None = None
+    """τ of the reported reward per opportunity, the same for all stages; default is half of the base's
+    accept rate per opportunity. Give it to compare reports."""
+    seed: int = 0
+    """Seed of prompts, sampling and users; the order within a batch has `train.seed`."""
+    save: Path | None = None
+    """Folder for the final weights, usable as a policy's `model`; must not exist yet."""
+
+    @field_validator("name")
+    @classmethod
+    def _name(cls, name: str) -> str:
+        if not POLICY_NAME.fullmatch(name):
+            raise ValueError("letters, digits, dot, dash and underscore only")
+        return name
+
+
 class Settings(Node):
     """The root."""
 
@@ -286,6 +367,8 @@ class Settings(Node):
     """The database."""
     policies: dict[str, Policy] = Field(default_factory=lambda: {"tab": Policy()}, min_length=1)
     """The policies by name."""
+    validation: Validation = Validation()
+    """What `onlinerl validate` does."""
 
     @field_validator("home")
     @classmethod
