@@ -35,7 +35,8 @@ LEFT_OUT = {
     "stale": "answers of versions that are too old (train.staleness)",
     "surplus": "silent answers beyond the share of shown ones that were rated",
 }
-"""Why a row is dropped (`interactions.dropped`), for people."""
+"""Why a row is dropped (`interactions.dropped`), for people. The reasons are an open set: others are told by
+their own word."""
 
 
 def train(
@@ -106,7 +107,10 @@ def outcome(settings: config.Settings, run: Run) -> list[str]:
     if waiting:
         rest = settings.policies[run.policy].joins.rest
         lines = [f"{waiting} verdicts wait for the next run; a timeout rests {rest:g} s first (joins.rest)"]
-    lines += [f"left out so far: {number} {LEFT_OUT[reason]}" for reason, number in sorted(dropped.items())]
+    lines += [
+        f"left out so far: {number} {LEFT_OUT.get(reason, f'answers dropped as {reason}')}"
+        for reason, number in sorted(dropped.items())
+    ]
     return lines
 
 
