@@ -225,6 +225,17 @@ def train(settings: Settings, policy: str | None, max_steps: int | None, follow:
 
 
 @cli.command()
+@json_option
+@with_settings
+def validate(settings: Settings, as_json: bool) -> None:
+    """Learn offline, from a judge or simulated users, and measure it on held-out prompts."""
+    from onlinerl.loop import run
+
+    line = [sys.executable, "-m", "onlinerl.validate", *(["--json"] if as_json else [])]
+    os.execve(line[0], line, run.environment(settings))
+
+
+@cli.command()
 @click.option(
     "--out", type=click.Path(path_type=Path), help="Folder of demo.png and demo.json [default: the home]."
 )

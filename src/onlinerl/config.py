@@ -421,7 +421,7 @@ class Validation(Node):
     noise_missing: Fraction = 0.0
     """Share of the shown answers that nobody rates."""
     noise_timeout: Fraction = 0.0
-    """Share of the shown answers that nobody gets round to: they come as timeouts, whatever they are worth."""
+    """Share of the shown answers that nobody gets round to: they come as timeouts, whatever their worth."""
     quantise: Literal["none", "int8"] = "none"
     """int8: the engine's linear layers are rounded to 255 levels for each output channel, as a quantised
     engine's are; the trainer's are not."""

@@ -17,6 +17,7 @@ from pathlib import Path
 
 import torch
 from torch import Tensor
+from transformers.utils import logging as transformers_logging
 
 from onlinerl import config
 from onlinerl.datasets.fim import FimPrompt
@@ -112,6 +113,7 @@ class Course:
         self.model = model
         self.log = log
         self.clock = Clock()
+        transformers_logging.disable_progress_bar()  # type: ignore[no-untyped-call]
         threads = threads_of(self.train)
         torch.set_num_threads(threads)
         self.device = device_of(self.train)
@@ -142,6 +144,8 @@ class Course:
         self.silent_seen = False
         """Whether the policy was silent in any batch so far."""
         self.dropped_stale = 0
+        self.faults = 0
+        """Samples on which the user's own reward function failed."""
         self.stages: list[Stage] = []
         self.curve: list[Point] = []
         self.tau = 0.0
@@ -161,7 +165,7 @@ class Course:
     # ------------------------------------------------------------------------------------ the course
 
     def go(self) -> Report:
-        """Raises OnlineRLError where nothing can be reported; what a guard or a failing judge ends is reported."""
+        """Raises OnlineRLError where there is nothing to report; a guard or a failing judge only ends it."""
         with self.clock.spend("load"):
             self.engine.read(0, self.model)
             self.live = PolicyModel.load(self.model, self.device, self.dtype)
@@ -238,7 +242,9 @@ class Course:
         while 0 < end < len(self._pool) and self._pool[end].id == self._pool[end - 1].id:
             end -= 1
         taken, self._pool = self._pool[: end or size], self._pool[end or size :]
-        return [self.table.score(sample) for sample in taken]
+        scored = [self.table.score(sample) for sample in taken]
+        self.faults += sum(bool(one.fault) for one in scored)
+        return [one for one in scored if not one.fault]
 
     def _step(self, batch: list[Scored]) -> None:
         staleness = [self._staleness(scored.sample) for scored in batch]
@@ -423,7 +429,7 @@ class Course:
         self.stages.append(made)
         if name == "base" and self.settings.evaluate_every:
             self._point()
-        self.log.event("stage", name=name, step=step, **made.summary())
+        self.log.event("stage", stage=name, step=step, **made.summary())
 
     def _point(self) -> None:
         """A point of the learning curve, of the weights as they are."""
@@ -448,8 +454,8 @@ class Course:
 
     def _report(self, steps: int, message: str, ended: str) -> Report:
         left_out = dict(self.rater.left_out)
-        if self.dropped_stale:
-            left_out["stale"] = self.dropped_stale
+        left_out |= {"stale": self.dropped_stale, "reward function failed": self.faults}
+        left_out = {reason: count for reason, count in left_out.items() if count}
         return Report(
             stages=self.stages,
             curve=self.curve,

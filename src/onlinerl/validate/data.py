@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -33,23 +34,27 @@ def load(settings: config.Validation) -> Data:
         train, test = sides[False][: settings.train_prompts], sides[True][: settings.test_prompts]
         account: dict[str, Any] = {"rows": len(rows)}
     else:
-        collections = [
-            fim.collect(
-                settings.data,
-                split=split,
-                limit=limit,
-                seed=settings.seed,
-                characters=settings.characters,
-                shortest=settings.shortest,
-            )
-            for split, limit in (("train", settings.train_prompts), ("test", settings.test_prompts))
-        ]
-        train, test = ([*one.prompts] for one in collections)
-        account = {"skipped_files": dict(collections[0].skipped + collections[1].skipped)}
+        learned, held = (
+            _collect(settings, "train", settings.train_prompts),
+            _collect(settings, "test", settings.test_prompts),
+        )
+        train, test = [*learned.prompts], [*held.prompts]
+        account = {"skipped_files": dict(Counter(learned.skipped) + Counter(held.skipped))}
     for name, side in (("train", train), ("test", test)):
         if not side:
             raise SettingsError(f"validation.data gives no {name} prompt")
     return Data(tuple(train), tuple(test), {**account, **_count("train", train), **_count("test", test)})
+
+
+def _collect(settings: config.Validation, split: fim.Split, limit: int) -> fim.Collection:
+    return fim.collect(
+        settings.data,
+        split=split,
+        limit=limit,
+        seed=settings.seed,
+        characters=settings.characters,
+        shortest=settings.shortest,
+    )
 
 
 def _count(name: str, prompts: Sequence[FimPrompt]) -> dict[str, int]:
