@@ -87,6 +87,22 @@ class Sampling(Node):
     """Longest answer in tokens."""
 
 
+class Exploration(Node):
+    """Lets a share of the traffic sample at temperature 1 and top-p 1, whatever the client asked for.
+
+    What is sampled below `train.temperature_floor` teaches nothing. Explored answers are more varied, and
+    each of them more of a gamble: so users opt in.
+    """
+
+    users: Literal["none", "all"] | tuple[str, ...] = "none"
+    """Who opted in: nobody, everybody, or a list of sticky user keys."""
+    share: Fraction = 0.1
+    """Share of those who opted in that explores."""
+    unit: Literal["user", "request"] = "user"
+    """What is drawn: user: one keeps exploring or never does (requests without a user key are drawn one by
+    one); request: everybody explores now and then, which suits few users."""
+
+
 class Joins(Node):
     """How feedback finds its interaction, and how long verdicts may change."""
 
@@ -352,6 +368,8 @@ class Policy(Node):
     """Its engines."""
     sampling: Sampling = Sampling()
     """Defaults of its requests."""
+    exploration: Exploration = Exploration()
+    """Who samples at temperature 1."""
     joins: Joins = Joins()
     """How feedback finds its interactions."""
     rewards: Rewards = Rewards()

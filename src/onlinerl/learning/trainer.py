@@ -23,6 +23,7 @@ from torch import Tensor
 
 from onlinerl import config
 from onlinerl.errors import Conflict, ModelError, RunError
+from onlinerl.experiments.assignment import EXPLORE
 from onlinerl.flow.channel import Channel
 from onlinerl.flow.worker import Worker
 from onlinerl.learning.advantages import Baseline, advantages
@@ -35,7 +36,7 @@ from onlinerl.learning.learner import Learner
 from onlinerl.learning.log import RunLog
 from onlinerl.learning.receive import lineage, newest
 from onlinerl.learning.rewards import RewardTable
-from onlinerl.records import Batch, RunState, Sample, Scored, Version, VersionState
+from onlinerl.records import Batch, RunState, Sample, Scored, Verdict, Version, VersionState
 from onlinerl.store import interactions, runs, versions
 from onlinerl.weights import directory
 
@@ -246,6 +247,7 @@ class Trainer(Worker[Scored, None]):
             chain = lineage(c, versions.get(c, self.policy, self.version))
             counts = interactions.counts(c, policy=self.policy)
             live = versions.live(c, self.policy)
+            dropped = interactions.dropped(c, policy=self.policy, run=self.run_record.id)
         if live.run == self.run_record.id and live.id != self.learner.reference:
             self.learner.rebase(live.id, moved=self.batch != live.step)
         began = time.perf_counter()
@@ -267,9 +269,12 @@ class Trainer(Worker[Scored, None]):
                 usable
             )
             numbers["seconds"] = time.perf_counter() - began
+            numbers |= _shares([scored.sample for scored in usable])
             self.baseline.update(usable, self.table)
         numbers["samples"] = float(len(usable))
         numbers["unusable"] = float(len(batch.samples) - len(usable))
+        numbers |= {f"dropped/{reason}": float(count) for reason, count in dropped.items()}
+        self._keep(batch.number, numbers, usable)
         self.batch = batch.number
         self.control.step = self.batch
         self.samples += len(usable)
@@ -284,6 +289,15 @@ class Trainer(Worker[Scored, None]):
             self.log.event(
                 "warning", batch=self.batch, text=f"effective sample size {numbers['ess']:.2f} per token"
             )
+
+    def _keep(self, batch: int, numbers: Mapping[str, float], trained: list[Scored]) -> None:
+        """Tell the store what the batch measured and what each sample was worth. Raises RunBusy."""
+        now = time.time()
+        with self.control.database.write() as c:
+            runs.heartbeat(c, self.run_record, step=batch, now=now)  # still ours?
+            runs.add_step(c, run=self.run_record.id, batch=batch, at=now, numbers=numbers)
+            rewards = [(one.sample.id, one.sample.index, one.reward, one.parts) for one in trained]
+            interactions.keep_rewards(c, rewards)
 
     def _pause(self) -> None:
         if not self.control.paused:
@@ -426,6 +440,15 @@ class Trainer(Worker[Scored, None]):
 def _usable(sample: Sample) -> bool:
     """Has a token that was judged, and numbers that are numbers."""
     return any(sample.loss_mask) and all(map(math.isfinite, sample.behavior_logprobs))
+
+
+def _shares(samples: list[Sample]) -> dict[str, float]:
+    """What a batch is made of, in shares: accepted of the shown (if any), explored of all."""
+    shown = [sample for sample in samples if not sample.silent]
+    shares = {"explored": sum(sample.arm == EXPLORE for sample in samples) / len(samples)}
+    if shown:
+        shares["accepted"] = sum(sample.verdict is Verdict.ACCEPTED for sample in shown) / len(shown)
+    return shares
 
 
 def run_folder(settings: config.Settings, run: int) -> Path:
