@@ -142,6 +142,19 @@ class Silence(Node):
     """Violating batches in a row after which the run halts."""
 
 
+class Lora(Node):
+    """Trains a small adapter beside the weights instead of the weights (LoRA)."""
+
+    rank: Annotated[int, Field(ge=0)] = 0
+    """Rank of the adapter's matrices; 0 trains the weights themselves."""
+    alpha: Count = 32
+    """The adapter's product is scaled by this over `rank`."""
+    targets: Literal["all-linear"] | tuple[str, ...] = "all-linear"
+    """Which linear layers get one: all below the head, or names of modules, as `[q_proj, v_proj]`."""
+    lr: Positive | None = None
+    """The adapter's learning rate; default is `train.lr`. About ten times that of full training suits."""
+
+
 class Train(Node):
     """The trainer: critic-free clipped PPO on the tokens that were served."""
 
@@ -196,7 +209,9 @@ class Train(Node):
     temperature_floor: Positive = 0.3
     """Interactions sampled colder than this are not trained on: their ratio is noise."""
     seed: int = 0
-    """Seed of the data order."""
+    """Seed of the data order, and of a new adapter."""
+    lora: Lora = Lora()
+    """Trains an adapter instead of the weights."""
     guards: Guards = Guards()
     """Bands that a step must keep."""
     silence: Silence = Silence()
