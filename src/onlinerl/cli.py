@@ -314,6 +314,8 @@ def show_version(settings: Settings, version: int, policy: str | None, as_json: 
         return
     learned = manifest.data
     data = {**found.describe(), "tensors": len(manifest.tensors)}
+    if manifest.adapter_base is not None:
+        data["adapter"] = f"on {found.policy}@{manifest.adapter_base}"
     if learned.samples:
         data["learned from"] = f"{learned.samples} samples in {learned.steps} steps"
         data["asked (UTC)"] = f"{moment(learned.first_at)} to {moment(learned.last_at)}"

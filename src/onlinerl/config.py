@@ -244,6 +244,19 @@ class Silence(Node):
     """Violating batches in a row after which the run halts."""
 
 
+class Lora(Node):
+    """Trains a small adapter beside the weights instead of the weights (LoRA)."""
+
+    rank: Annotated[int, Field(ge=0)] = 0
+    """Rank of the adapter's matrices; 0 trains the weights themselves."""
+    alpha: Count = 32
+    """The adapter's product is scaled by this over `rank`."""
+    targets: Literal["all-linear"] | tuple[str, ...] = "all-linear"
+    """Which linear layers get one: all below the head, or names of modules, as `[q_proj, v_proj]`."""
+    lr: Positive | None = None
+    """The adapter's learning rate; default is `train.lr`. About ten times that of full training suits."""
+
+
 class Train(Node):
     """The trainer: critic-free clipped PPO on the tokens that were served."""
 
@@ -299,7 +312,9 @@ class Train(Node):
     temperature_floor: Positive = 0.3
     """Interactions sampled colder than this are not trained on: their ratio is noise."""
     seed: int = 0
-    """Seed of the data order."""
+    """Seed of the data order, and of a new adapter."""
+    lora: Lora = Lora()
+    """Trains an adapter instead of the weights."""
     guards: Guards = Guards()
     """Bands that a step must keep."""
     silence: Silence = Silence()
@@ -599,9 +614,10 @@ def reference() -> str:
         "are dotted, `policies.tab.train.lr=2e-6`, and win over the file. Unknown names are refused.",
         "Each policy has a branch of its own under `policies`; without a file there is one, named `tab`.",
     ]
-    queue: list[tuple[str, type[Node]]] = [("", Settings)]
+    queue: list[tuple[str, Node]] = [("", Settings())]
     while queue:
-        path, node = queue.pop(0)
+        path, branch = queue.pop(0)
+        node = type(branch)
         intro = " ".join((node.__doc__ or "").split())
         parts += [
             "",
@@ -613,15 +629,15 @@ def reference() -> str:
             "|---|---|---|",
         ]
         for name, item in node.model_fields.items():
-            where = f"{path}.{name}" if path else name
+            where, value = f"{path}.{name}" if path else name, getattr(branch, name)
             if name == "policies":
-                queue.append(("policies.NAME", Policy))
+                queue.append(("policies.NAME", Policy()))
                 default = "one policy, `tab`"
-            elif isinstance(item.default, Node):
-                queue.append((where, type(item.default)))
+            elif isinstance(value, Node):
+                queue.append((where, value))
                 default = f"[below](#{where.replace('.', '').lower()})"
             else:
-                shown = str(item.default) if isinstance(item.default, Path) else item.default
+                shown = str(value) if isinstance(value, Path) else value
                 default = f"`{yaml.safe_dump(shown, default_flow_style=True).splitlines()[0]}`"
                 if isinstance(shown, tuple):
                     default = f"`{list(shown)}`"
