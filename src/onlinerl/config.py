@@ -18,6 +18,8 @@ from onlinerl.errors import SettingsError
 
 POLICY_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 BUILTIN_MODEL = "fim-27m"
+REWARD_FUNCTION = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)*:[^\W\d]\w*(\.[^\W\d]\w*)*")
+REWARD_SOURCES = ("verdict", "retained", "score", "function")
 
 Fraction = Annotated[float, Field(ge=0, le=1)]
 Positive = Annotated[float, Field(gt=0)]
@@ -108,6 +110,86 @@ class Rewards(Node):
     """Weight of a timeout reject where the client reports explicit ones too; 1 where it cannot (Continue)."""
     retention_bonus: Annotated[float, Field(ge=0)] = 0.0
     """Added to an accept in proportion to the share of the text that is still there later."""
+    function: str = ""
+    """A function of your own, `module:function`, whose number is added (`learning/rewards.py` has its
+    contract). The module is looked for where the command was started and among what is installed. It is
+    code: a file or the command line may name it, nothing that comes over HTTP ever may."""
+    weights: dict[str, float] = {}
+    """What each source is multiplied with before they are summed: `verdict`, `retained`, `score`, `function`,
+    and `function/NAME` where the function returns several numbers by name. One that is left out has 1. A
+    client's own score takes the verdict's place, unless both are named here."""
+
+    @field_validator("function")
+    @classmethod
+    def _named(cls, function: str) -> str:
+        if function and not REWARD_FUNCTION.fullmatch(function):
+            raise ValueError("write module:function, such as rewards_of_mine:reward")
+        return function
+
+    @field_validator("weights")
+    @classmethod
+    def _sources(cls, weights: dict[str, float]) -> dict[str, float]:
+        for name in weights:
+            if name not in REWARD_SOURCES and not name.startswith("function/"):
+                raise ValueError(
+                    f"there is no source {name!r}: {', '.join(REWARD_SOURCES)} and function/NAME are known"
+                )
+        return weights
+
+
+class Cleaning(Node):
+    """What is not worth learning from. Every rule looks at requests, shown and silent ones alike, and never
+    at what was said of the answer; what it drops is counted by its reason."""
+
+    window: Count = 1000
+    """Samples learned from last among which repetitions are looked for; earlier runs count too."""
+    copies: Fraction = 0.01
+    """The same answer to the same user and prompt again is a copy, and dropped (duplicate), where that many
+    or fewer were to be expected by chance; 0: none is."""
+    repeats: Count | None = 64
+    """Requests of one user at the same place, or nearly, that the window may hold; further ones are dropped
+    (repeated, near_duplicate); none: any number."""
+    similarity: Annotated[float, Field(gt=0, le=1)] = 0.9
+    """Jaccard similarity of the text around the cursor from which two places are nearly the same; 1: only
+    prompts that are equal are."""
+    per_minute: Count | None = 60
+    """Answers that a person can judge by hand in a minute; where one user judged more, all that they asked
+    for meanwhile is dropped (burst). Where `trust.owner` is false; none: any number."""
+    fastest: Annotated[float, Field(ge=0)] = 0.15
+    """Seconds from request to verdict by hand. A user whose median over at least 20 is below is no person,
+    and what they asked for is dropped (bot). Where `trust.owner` is false; 0: nobody is."""
+    generated: bool = True
+    """Drop requests from files that say that they are generated."""
+    minified: bool = True
+    """Drop requests from minified files, and those with blobs of encoded data (blob)."""
+    shortest: Annotated[int, Field(ge=0)] = 3
+    """Characters, white space not counted, that a prompt must have (short)."""
+    languages: tuple[str, ...] = ()
+    """Languages to learn from, such as python; others are dropped (language), unknown ones are not. None
+    named: all."""
+    broken: Fraction | None = 0.01
+    """Largest share of a prompt's characters that no text holds: U+FFFD, control characters, lone surrogates
+    (encoding); none: any."""
+
+
+class Trust(Node):
+    """How much one user may say."""
+
+    owner: bool = True
+    """One person teaches their own model, or a team that trusts its own: nobody is capped. False where
+    strangers teach: then the settings below hold, and `cleaning.per_minute` and `cleaning.fastest` too."""
+    dominance: Annotated[float, Field(gt=0, le=1)] = 0.5
+    """Largest share of a batch that one user may have while fewer than `crowd` are active. What is beyond
+    waits for a later batch; a run that finds nothing else ends."""
+    crowd: Count = 200
+    """Active users from which on `share` and `users` hold instead."""
+    share: Fraction = 0.01
+    """Largest share of a batch that one of a crowd may have, but at least one sample; what is beyond is
+    dropped (crowd)."""
+    users: Positive = 3.0
+    """The share is at least so much divided by the number of active users."""
+    window: Positive = 604_800.0
+    """Seconds in which a user must have judged an answer to be active."""
 
 
 class Guards(Node):
@@ -129,6 +211,10 @@ class Guards(Node):
     """Largest gradient norm, as a multiple of its running median."""
     ess: Fraction = 0.5
     """Effective sample size per token below which a warning is logged."""
+    contradiction: bool = True
+    """End a run whose rewards contradict the verdicts: accepted answers earned less than refused ones, by
+    more than three standard errors over the last answers (16 of each at least). Off where rewards are meant
+    to."""
 
 
 class Silence(Node):
@@ -145,8 +231,9 @@ class Silence(Node):
 class Train(Node):
     """The trainer: critic-free clipped PPO on the tokens that were served."""
 
-    mode: Literal["baseline", "raw"] = "baseline"
-    """baseline: advantage over a running mean per context; raw: the reward itself, the seed's setting."""
+    mode: Literal["baseline", "raw", "group"] = "baseline"
+    """baseline: advantage over a running mean per context; raw: the reward itself, the seed's setting; group:
+    over the other answers of the same request (GRPO), so requests need `n` > 1."""
     lr: Positive = 3e-5
     """AdamW's learning rate; 2e-6 suits 1.5 B parameters, 3e-5 the 27 M default model."""
     batch: Count = 32
@@ -269,6 +356,10 @@ class Policy(Node):
     """How feedback finds its interactions."""
     rewards: Rewards = Rewards()
     """From verdict to number."""
+    cleaning: Cleaning = Cleaning()
+    """What is not worth learning from."""
+    trust: Trust = Trust()
+    """How much one user may say."""
     train: Train = Train()
     """How it learns."""
     trigger: Trigger = Trigger()
