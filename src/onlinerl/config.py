@@ -447,6 +447,8 @@ class Validation(Node):
     """The judge to report with; it should be another one."""
     tastes: Annotated[tuple[str, ...], Field(min_length=1)] = ("similar",)
     """Tastes of the simulated users, in turn; the report's accept rate is theirs on average."""
+    other_tastes: tuple[str, ...] = ()
+    """Tastes of users that nothing is learned from, whose accept rates are reported too."""
     users: Count = 8
     """Simulated users; prompts go to them in turn."""
     noise_flip: Fraction = 0.0
@@ -464,6 +466,9 @@ class Validation(Node):
     """Steps between two points of the learning curve; 0: its ends alone."""
     evaluate_prompts: Count = 200
     """Held-out prompts of a point of the curve; the table uses all."""
+    forgetting_prompts: Annotated[int, Field(ge=0)] = 0
+    """Held-out prompts on whose files the loss from left to right is measured, and that on what the author
+    wrote there; 0: not measured."""
     tau_report: Fraction | None = None
     """τ of the reported reward per opportunity, the same for all stages; default is half of the base's
     accept rate per opportunity. Give it to compare reports."""

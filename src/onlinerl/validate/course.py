@@ -31,10 +31,10 @@ from onlinerl.learning.learner import Learner
 from onlinerl.learning.log import RunLog
 from onlinerl.learning.rewards import RewardTable, auto_tau
 from onlinerl.records import Sample, Scored, Verdict
-from onlinerl.validate import data, evaluate, warmstart
+from onlinerl.validate import data, evaluate, forgetting, warmstart
 from onlinerl.validate.engine import LocalEngine
 from onlinerl.validate.evaluate import Scores
-from onlinerl.validate.raters import JudgeRater, Rater, UserRater, tastes_of
+from onlinerl.validate.raters import JudgeRater, Rater, UserRater, check_tastes
 from onlinerl.validate.report import Point, Report, Stage
 from onlinerl.validate.rollouts import Answer, Rollouts
 
@@ -78,7 +78,7 @@ def check(settings: config.Settings) -> None:
     """Raise SettingsError for settings that contradict each other, before anything is computed."""
     mine, policy = settings.validation, settings.policies[policy_of(settings)]
     train = policy.train
-    tastes_of(mine)
+    check_tastes(mine)
     if policy.sampling.temperature < train.temperature_floor:
         raise SettingsError(
             f"the sampling temperature {policy.sampling.temperature:g} is below train.temperature_floor "
@@ -128,7 +128,6 @@ class Course:
         self.runner = asyncio.Runner()
         self.judge = make_judge(self.settings.judge, folder / "judge.sqlite")
         self.report_judge = make_judge(self.settings.report_judge, folder / "report_judge.sqlite")
-        self.tastes = tastes_of(self.settings)
         self.rater: Rater = (
             JudgeRater(self.judge, self.name)
             if self.settings.rater == "judge"
@@ -408,7 +407,10 @@ class Course:
             seed="held-out",
         )
         judges: dict[str, Judge] = {"train": self.judge, "report": self.report_judge}
-        return self.runner.run(evaluate.score(answers, self.tastes, judges, examples=examples))
+        settings = self.settings
+        return self.runner.run(
+            evaluate.score(answers, settings.tastes, judges, others=settings.other_tastes, examples=examples)
+        )
 
     def _stage(self, name: str, step: int, samples: int = 0) -> None:
         """Measure the engine's weights on all held-out prompts."""
@@ -417,6 +419,7 @@ class Course:
                 "greedy": self._scores(self.test, 0.0, SHOWN),
                 "sampled": self._scores(self.test, self.policy.sampling.temperature, SHOWN),
             }
+            losses = self._losses()
         if not self._base_scores:
             self._base_scores = scores
             accept = scores["sampled"].columns["accept"]
@@ -433,12 +436,27 @@ class Course:
                 for how, one in scores.items()
                 if one is not self._base_scores[how]
             },
+            losses=losses,
             examples=scores["greedy"].examples,
         )
         self.stages.append(made)
         if name == "base" and self.settings.evaluate_every:
             self._point()
         self.log.event("stage", stage=name, step=step, **made.summary())
+
+    def _losses(self) -> dict[str, forgetting.Loss]:
+        """What the live weights forgot: the losses on plain code and on the authors' middles."""
+        prompts = self.test[: self.settings.forgetting_prompts]
+        if not prompts:
+            return {}
+        codec = self.rollouts.codec
+        texts, files = forgetting.plain(prompts)
+        return {
+            "left_to_right": forgetting.left_to_right_loss(self.live, codec.encode, texts, groups=files),
+            "middle": forgetting.middle_loss(
+                self.live, codec.encode, prompts, self.rollouts.prompt_ids, stop=codec.eos_ids[0]
+            ),
+        }
 
     def _point(self) -> None:
         """A point of the learning curve, of the weights as they are."""

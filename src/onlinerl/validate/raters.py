@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from onlinerl import config
-from onlinerl.datasets.users import TASTES, Taste
+from onlinerl.datasets.users import TASTES
 from onlinerl.errors import JudgeError, SettingsError
 from onlinerl.learning.judges import HIGHEST, Judge
 from onlinerl.records import Sample, Verdict
@@ -79,7 +79,7 @@ class UserRater:
     def __init__(self, settings: config.Validation, policy: str) -> None:
         self.settings = settings
         self.policy = policy
-        self.tastes = tastes_of(settings)
+        self.tastes = [TASTES[name] for name in settings.tastes]
         self.left_out: Counter[str] = Counter()
         self.seen: Counter[str] = Counter()
         """Opportunities, accepted, shown and rated so far."""
@@ -119,9 +119,8 @@ class UserRater:
         return answer.sample(self.policy, user=user, verdict=verdict, source="native")
 
 
-def tastes_of(settings: config.Validation) -> list[Taste]:
-    """The users' tastes. Raises SettingsError for one that there is not."""
-    for name in settings.tastes:
+def check_tastes(settings: config.Validation) -> None:
+    """Raises SettingsError for a taste that there is not."""
+    for name in (*settings.tastes, *settings.other_tastes):
         if name not in TASTES:
             raise SettingsError(f"validation.tastes: no taste {name!r}; there are {', '.join(TASTES)}")
-    return [TASTES[name] for name in settings.tastes]
