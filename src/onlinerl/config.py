@@ -87,6 +87,22 @@ class Sampling(Node):
     """Longest answer in tokens."""
 
 
+class Exploration(Node):
+    """Lets a share of the traffic sample at temperature 1 and top-p 1, whatever the client asked for.
+
+    What is sampled below `train.temperature_floor` teaches nothing. Explored answers are more varied, and
+    each of them more of a gamble: so users opt in.
+    """
+
+    users: Literal["none", "all"] | tuple[str, ...] = "none"
+    """Who opted in: nobody, everybody, or a list of sticky user keys."""
+    share: Fraction = 0.1
+    """Share of those who opted in that explores."""
+    unit: Literal["user", "request"] = "user"
+    """What is drawn: user: one keeps exploring or never does (requests without a user key are drawn one by
+    one); request: everybody explores now and then, which suits few users."""
+
+
 class Joins(Node):
     """How feedback finds its interaction, and how long verdicts may change."""
 
@@ -228,6 +244,19 @@ class Silence(Node):
     """Violating batches in a row after which the run halts."""
 
 
+class Lora(Node):
+    """Trains a small adapter beside the weights instead of the weights (LoRA)."""
+
+    rank: Annotated[int, Field(ge=0)] = 0
+    """Rank of the adapter's matrices; 0 trains the weights themselves."""
+    alpha: Count = 32
+    """The adapter's product is scaled by this over `rank`."""
+    targets: Literal["all-linear"] | tuple[str, ...] = "all-linear"
+    """Which linear layers get one: all below the head, or names of modules, as `[q_proj, v_proj]`."""
+    lr: Positive | None = None
+    """The adapter's learning rate; default is `train.lr`. About ten times that of full training suits."""
+
+
 class Train(Node):
     """The trainer: critic-free clipped PPO on the tokens that were served."""
 
@@ -283,7 +312,9 @@ class Train(Node):
     temperature_floor: Positive = 0.3
     """Interactions sampled colder than this are not trained on: their ratio is noise."""
     seed: int = 0
-    """Seed of the data order."""
+    """Seed of the data order, and of a new adapter."""
+    lora: Lora = Lora()
+    """Trains an adapter instead of the weights."""
     guards: Guards = Guards()
     """Bands that a step must keep."""
     silence: Silence = Silence()
@@ -352,6 +383,8 @@ class Policy(Node):
     """Its engines."""
     sampling: Sampling = Sampling()
     """Defaults of its requests."""
+    exploration: Exploration = Exploration()
+    """Who samples at temperature 1."""
     joins: Joins = Joins()
     """How feedback finds its interactions."""
     rewards: Rewards = Rewards()
@@ -366,6 +399,87 @@ class Policy(Node):
     """When it learns."""
 
 
+class WarmStart(Node):
+    """Supervised fine-tuning before the offline learning; the report shows what it gained by itself."""
+
+    source: str = "none"
+    """none; accepted: completions of the base model that the rater accepted; or a JSONL file of `prefix`,
+    `suffix` and, as `middle`, the completion of a larger model."""
+    completions: Count = 2000
+    """Completions sampled to find accepted ones; they do not count as `validation.completions`."""
+    epochs: Count = 1
+    """Times that each of them is trained on."""
+    lr: Positive = 1e-5
+    """AdamW's learning rate; a batch is `train.batch`."""
+
+
+class Validation(Node):
+    """Offline learning: a judge or simulated users instead of people, on prompts from a code folder."""
+
+    name: str = "offline"
+    """Name of the report's folder, `home/validation/NAME`."""
+    policy: str | None = None
+    """The policy whose model, sampling, rewards and training are used; needed where there are several."""
+    data: Path | None = None
+    """A folder of code, or a JSONL file of `prefix`, `suffix` and `middle`; default is the standard library's
+    packages that the built-in model never saw."""
+    shortest: Count = 1
+    """Least characters of what the author wrote, without surrounding space."""
+    characters: Annotated[int, Field(ge=16)] = 2048
+    """Characters around the cursor, three quarters of them before it."""
+    train_prompts: Count = 3000
+    """Most prompts to learn from."""
+    test_prompts: Count = 1000
+    """Most held-out prompts, of other files."""
+    completions: Count = 6000
+    """Completions sampled to learn from, those included that nobody rated and those that `tau: auto` asks."""
+    group: Count = 1
+    """Completions of one prompt in a batch; mode `group` needs more than one."""
+    publish_every: Annotated[int, Field(ge=0)] = 1
+    """Steps between two publications into the engine: more than one makes samples stale; 0 never publishes,
+    which is offline learning from the start's own completions."""
+    rater: Literal["judge", "user"] = "user"
+    """Who rates completions: a judge by its score (a tenth of it is the reward), or simulated users by
+    accepting and rejecting (the reward is that of `rewards`)."""
+    judge: Judge = Judge()
+    """The judge to train with."""
+    report_judge: Judge = Judge(kind="similarity")
+    """The judge to report with; it should be another one."""
+    tastes: Annotated[tuple[str, ...], Field(min_length=1)] = ("similar",)
+    """Tastes of the simulated users, in turn; the report's accept rate is theirs on average."""
+    users: Count = 8
+    """Simulated users; prompts go to them in turn."""
+    noise_flip: Fraction = 0.0
+    """Share of the verdicts that come as their opposite."""
+    noise_missing: Fraction = 0.0
+    """Share of the shown answers that nobody rates."""
+    noise_timeout: Fraction = 0.0
+    """Share of the shown answers that nobody gets round to: they come as timeouts, whatever their worth."""
+    quantise: Literal["none", "int8"] = "none"
+    """int8: the engine's linear layers are rounded to 255 levels for each output channel, as a quantised
+    engine's are; the trainer's are not."""
+    warmstart: WarmStart = WarmStart()
+    """Supervised fine-tuning before it."""
+    evaluate_every: Annotated[int, Field(ge=0)] = 0
+    """Steps between two points of the learning curve; 0: its ends alone."""
+    evaluate_prompts: Count = 200
+    """Held-out prompts of a point of the curve; the table uses all."""
+    tau_report: Fraction | None = None
+    """τ of the reported reward per opportunity, the same for all stages; default is half of the base's
+    accept rate per opportunity. Give it to compare reports."""
+    seed: int = 0
+    """Seed of prompts, sampling and users; the order within a batch has `train.seed`."""
+    save: Path | None = None
+    """Folder for the final weights, usable as a policy's `model`; must not exist yet."""
+
+    @field_validator("name")
+    @classmethod
+    def _name(cls, name: str) -> str:
+        if not POLICY_NAME.fullmatch(name):
+            raise ValueError("letters, digits, dot, dash and underscore only")
+        return name
+
+
 class Settings(Node):
     """The root."""
 
@@ -377,6 +491,8 @@ class Settings(Node):
     """The database."""
     policies: dict[str, Policy] = Field(default_factory=lambda: {"tab": Policy()}, min_length=1)
     """The policies by name."""
+    validation: Validation = Validation()
+    """What `onlinerl validate` does."""
 
     @field_validator("home")
     @classmethod
@@ -498,9 +614,10 @@ def reference() -> str:
         "are dotted, `policies.tab.train.lr=2e-6`, and win over the file. Unknown names are refused.",
         "Each policy has a branch of its own under `policies`; without a file there is one, named `tab`.",
     ]
-    queue: list[tuple[str, type[Node]]] = [("", Settings)]
+    queue: list[tuple[str, Node]] = [("", Settings())]
     while queue:
-        path, node = queue.pop(0)
+        path, branch = queue.pop(0)
+        node = type(branch)
         intro = " ".join((node.__doc__ or "").split())
         parts += [
             "",
@@ -512,15 +629,15 @@ def reference() -> str:
             "|---|---|---|",
         ]
         for name, item in node.model_fields.items():
-            where = f"{path}.{name}" if path else name
+            where, value = f"{path}.{name}" if path else name, getattr(branch, name)
             if name == "policies":
-                queue.append(("policies.NAME", Policy))
+                queue.append(("policies.NAME", Policy()))
                 default = "one policy, `tab`"
-            elif isinstance(item.default, Node):
-                queue.append((where, type(item.default)))
+            elif isinstance(value, Node):
+                queue.append((where, value))
                 default = f"[below](#{where.replace('.', '').lower()})"
             else:
-                shown = str(item.default) if isinstance(item.default, Path) else item.default
+                shown = str(value) if isinstance(value, Path) else value
                 default = f"`{yaml.safe_dump(shown, default_flow_style=True).splitlines()[0]}`"
                 if isinstance(shown, tuple):
                     default = f"`{list(shown)}`"

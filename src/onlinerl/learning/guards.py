@@ -35,7 +35,7 @@ def contradicted(accepted: Sequence[float], refused: Sequence[float]) -> bool:
     """Whether accepted answers earned less than refused ones, beyond chance.
 
     Either all of them did (APART of each), or their mean lies under that of the refused by more than three
-    standard errors of the difference (JUDGED of each). Rewards that have nothing to do with the verdicts pass.
+    standard errors of the difference (JUDGED of each). Rewards that have nothing to do with verdicts pass.
     """
     fewest = min(len(accepted), len(refused))
     if fewest >= APART and max(accepted) < min(refused):
@@ -59,8 +59,8 @@ def dominance(users: Sequence[str], limit: float) -> str:
     if most <= limit * len(users):
         return ""
     return (
-        f"trust.dominance: one user gave {most} of the {len(users)} samples of a batch ({most / len(users):.0%}), "
-        f"more than {limit:.0%}: others must be heard too; set trust.owner where that user may teach alone"
+        f"trust.dominance: one user gave {most / len(users):.0%} of a batch ({most} of {len(users)} samples), more "
+        f"than {limit:.0%}: others must be heard too; set trust.owner where that user may teach alone"
     )
 
 
@@ -93,7 +93,8 @@ class Bands:
         faults = [fault for fault in self.faults if fault]
         if len(self.faults) >= ENOUGH and len(faults) > len(self.faults) / 2:
             raise GuardTripped(
-                f"{len(faults)} of the last {len(self.faults)} samples got no reward; the last time, {faults[-1]}"
+                f"{len(faults)} of the last {len(self.faults)} samples got no reward; the last time, "
+                f"{faults[-1]}"
             )
         for scored in batch:
             if scored.fault or scored.sample.silent:
