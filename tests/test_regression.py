@@ -1,4 +1,4 @@
-"""The learning itself, small: on fresh data the embedded model must become better than it was, beyond chance."""
+"""The learning itself, small: on held-out files the embedded model must become better, beyond chance."""
 
 from __future__ import annotations
 

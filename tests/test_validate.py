@@ -33,6 +33,7 @@ from onlinerl.validate.raters import JudgeRater, UserRater
 from onlinerl.validate.rollouts import Answer, Rollouts
 from onlinerl.validate.run import run
 from tests.fims import fim_model, offline
+from tests.judge_endpoint import Endpoint, failed, serving
 
 ROOT = Path(__file__).parents[1]
 
@@ -378,6 +379,24 @@ def test_a_judge_that_always_fails_ends_the_course(base: Path, monkeypatch: pyte
     assert tree["steps"] == 0
     assert tree["left_out"] == {"judge failed": 16}
     assert tree["stages"][-1]["metrics"]["greedy"]["judge/train"]["mean"] is None
+    assert "503 from the endpoint" in tree["judge_faults"]["report"]
+
+
+async def test_an_llm_judge_that_refuses_the_key_ends_the_course_and_its_price_is_told_first(
+    base: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.delenv("LLMASJUDGE_API_KEY", raising=False)
+    async with serving(Endpoint(rest=lambda body: failed(401, "wrong key"))) as endpoint:
+        settings = offline(
+            base,
+            "validation.rater=judge",
+            f"validation.judge={{kind: llm, url: '{endpoint.url}', model: m}}",
+        )
+        tree = await asyncio.to_thread(report, settings)
+    assert "401" in tree["stopped_by"]
+    assert tree["steps"] == 0
+    # 128 to learn from, and 24 held-out prompts, greedy and sampled, before and after
+    assert "judge to train: 224 calls" in capsys.readouterr().err
 
 
 def test_groups_with_a_judge(base: Path) -> None:

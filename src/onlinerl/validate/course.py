@@ -42,6 +42,8 @@ TAU_COMPLETIONS = 128
 """Completions of the start's weights that τ under `auto` is measured on."""
 INSPECTED = 16
 """Samples on which weights are judged before they become a version."""
+SCORES = "judge-scores.jsonl"
+"""File of the LLM judges' grades, which no later run pays for again."""
 SHOWN = 8
 """Answers that the report shows for each stage."""
 
@@ -105,7 +107,7 @@ def check(settings: config.Settings) -> None:
 class Course:
     """One offline run. `go` runs it and gives its report; the weights are then the last good ones."""
 
-    def __init__(self, settings: config.Settings, model: Path, folder: Path, log: RunLog) -> None:
+    def __init__(self, settings: config.Settings, model: Path, log: RunLog) -> None:
         self.settings = settings.validation
         self.name = policy_of(settings)
         self.policy = settings.policies[self.name]
@@ -126,8 +128,9 @@ class Course:
         )
         self.rollouts = Rollouts(self.engine, model, self.name, seed=self.settings.seed)
         self.runner = asyncio.Runner()
-        self.judge = make_judge(self.settings.judge, folder / "judge.sqlite")
-        self.report_judge = make_judge(self.settings.report_judge, folder / "report_judge.sqlite")
+        scores = settings.home / "validation" / SCORES
+        self.judge = make_judge(self.settings.judge, scores)
+        self.report_judge = make_judge(self.settings.report_judge, scores)
         self.rater: Rater = (
             JudgeRater(self.judge, self.name)
             if self.settings.rater == "judge"
@@ -143,6 +146,8 @@ class Course:
         self.silent_seen = False
         """Whether the policy was silent in any batch so far."""
         self.dropped_stale = 0
+        self.faults_of_judges: dict[str, str] = {}
+        """By judge the last account of its failures in an evaluation."""
         self.faults = 0
         """Samples on which the user's own reward function failed."""
         self.stages: list[Stage] = []
@@ -407,10 +412,12 @@ class Course:
             seed="held-out",
         )
         judges: dict[str, Judge] = {"train": self.judge, "report": self.report_judge}
-        settings = self.settings
-        return self.runner.run(
-            evaluate.score(answers, settings.tastes, judges, others=settings.other_tastes, examples=examples)
-        )
+        tastes, others = self.settings.tastes, self.settings.other_tastes
+        scores = self.runner.run(evaluate.score(answers, tastes, judges, others=others, examples=examples))
+        for fault in scores.faults.values():
+            self.log.event("warning", batch=self.step, text=fault)
+        self.faults_of_judges |= scores.faults
+        return scores
 
     def _stage(self, name: str, step: int, samples: int = 0) -> None:
         """Measure the engine's weights on all held-out prompts."""
@@ -494,6 +501,7 @@ class Course:
             ended=ended,
             left_out=left_out,
             judges={"train": self.judge.name, "report": self.report_judge.name},
+            judge_faults=self.faults_of_judges,
             data=self.account,
             seconds=self.clock.seconds,
         )

@@ -69,6 +69,8 @@ class Scores:
     columns: Mapping[str, tuple[float, ...]]
     """One number a prompt by name: judge/NAME, accept (chance of it), accept/TASTE, shown, exact, similarity,
     characters, tokens, parses. NaN where there is none: the judge failed, no parser for the language."""
+    faults: Mapping[str, str] = field(default_factory=dict)
+    """By judge how often it failed, and why the last time."""
     examples: tuple[tuple[str, str], ...] = field(default=(), repr=False)
     """(completion, what the author wrote) of the first prompts, for a look."""
 
@@ -124,12 +126,16 @@ async def score(
     the name that they have in the report.
     """
     columns: dict[str, tuple[float, ...]] = {}
+    faults: dict[str, str] = {}
     pairs = [(one.prompt, one.completion) for one in answers]
     for name, judge in judges.items():
         try:
             judgements = await judge.judge(pairs)
-        except JudgeError:  # the other numbers can be told without it
-            judgements = [Judgement(None)] * len(pairs)
+        except JudgeError as error:  # the other numbers can be told without it
+            judgements = [Judgement(None, reason=str(error))] * len(pairs)
+        reasons = [one.reason for one in judgements if one.score is None]
+        if reasons:
+            faults[name] = f"{judge.name} failed on {len(reasons)} of {len(pairs)}: {reasons[-1]}"
         columns[f"judge/{name}"] = tuple(math.nan if one.score is None else one.score for one in judgements)
     accepts = {
         name: tuple(
@@ -150,7 +156,7 @@ async def score(
         math.nan if (found := parses(prompt, c)) is None else float(found) for prompt, c in pairs
     )
     looked_at = tuple((c, prompt.middle) for prompt, c in pairs[:examples])
-    return Scores(tuple(prompt for prompt, _ in pairs), columns, looked_at)
+    return Scores(tuple(prompt for prompt, _ in pairs), columns, faults, looked_at)
 
 
 def as_json(estimates: Mapping[str, Estimate]) -> dict[str, Any]:

@@ -94,6 +94,8 @@ class Report:
     """Completions that were not learned from, by reason."""
     judges: Mapping[str, str]
     """Names of the judges to train and to report with."""
+    judge_faults: Mapping[str, str]
+    """What the judges failed on while held-out answers were scored."""
     data: Mapping[str, Any]
     seconds: Mapping[str, float]
 
@@ -131,6 +133,7 @@ class Report:
             "completions": self.completions,
             "left_out": dict(self.left_out),
             "judges": dict(self.judges),
+            "judge_faults": dict(self.judge_faults),
             "data": dict(self.data),
             "seconds": {name: round(value, 3) for name, value in self.seconds.items()},
             "seconds_per_step": self._per_step(),
@@ -161,6 +164,7 @@ class Report:
             f"{one.name} {name} {loss.mean:.4f}" for one in self.stages for name, loss in one.losses.items()
         ]
         lines += [f"Loss in nats per token: {', '.join(losses)}.", ""] if losses else []
+        lines += [f"Judge: {fault}." for fault in self.judge_faults.values()]
         lines += [
             f"Steps {self.steps}, completions {self.completions}; τ of the rewards {self.tau:.4f}, of the "
             f"reported reward {self.tau_report:.4f}. Judges: {self.judges['train']} to train, "
