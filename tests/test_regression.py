@@ -29,6 +29,7 @@ SETTINGS = (
 
 
 @pytest.mark.slow  # real weights: some minutes on one core
+@pytest.mark.timeout(1800)
 def test_learning_beats_the_base_by_three_standard_errors(tmp_path: Path) -> None:
     tree = run(load_settings(overrides=SETTINGS, home=tmp_path), quiet=True)
     assert tree["stopped_by"] is None

@@ -421,6 +421,7 @@ class Course:
 
     def _stage(self, name: str, step: int, samples: int = 0) -> None:
         """Measure the engine's weights on all held-out prompts."""
+        self.log.note(f"measuring {name} on {len(self.test)} held-out prompts")
         with self.clock.spend("evaluation"):
             scores = {
                 "greedy": self._scores(self.test, 0.0, SHOWN),
@@ -468,6 +469,7 @@ class Course:
     def _point(self) -> None:
         """A point of the learning curve, of the weights as they are."""
         prompts = self.test[: self.settings.evaluate_prompts]
+        self.log.note(f"measuring step {self.step} on {len(prompts)} held-out prompts")
         before = self.engine_version
         with self.clock.spend("evaluation"):
             if before != self.step:
