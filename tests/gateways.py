@@ -15,13 +15,13 @@ from fastapi import FastAPI
 
 from onlinerl.config import Settings
 from onlinerl.errors import EngineUnavailable
-from onlinerl.gateway import templates
 from onlinerl.gateway.app import create_app
-from onlinerl.gateway.codec import Codec
 from onlinerl.gateway.service import Service
 from onlinerl.records import Finish, Generation, Interaction, Token, Version, VersionState
 from onlinerl.store import interactions, versions
 from onlinerl.store.database import Database, Writer
+from onlinerl.text import templates
+from onlinerl.text.codec import Codec
 from tests.doubles import DoubleEngine, Script
 
 MODEL = Path(__file__).parents[1] / "src/onlinerl/models/fim-27m"

@@ -134,6 +134,68 @@ def test_raw_is_the_reward_itself() -> None:
     assert run(scored(A, R, S), baseline, mode="raw") == pytest.approx([0.8, -0.2, 0.0])
 
 
+def test_what_comes_on_top_of_the_verdict_is_in_the_mean_and_the_verdict_still_follows_tau() -> None:
+    table = RewardTable(tau=0.2, function=lambda one: 0.5 if one.verdict is A else -0.1)
+    batch = [table.score(sample(verdict)) for verdict in (A, R, S, T)]
+    assert [one.reward for one in batch] == pytest.approx([1.3, -0.3, -0.1, -0.2])
+    baseline = Baseline(decay=1.0, prior=1e-9)
+    baseline.update(batch, table)
+    assert baseline.mean(sample(A), 0.2) == pytest.approx(0.7 / 4, abs=1e-6)
+    # under τ = 0.4 the accept earns 0.2 less, the reject 0.2 and the timeout (weight ½) 0.1 less
+    assert baseline.mean(sample(A), 0.4) == pytest.approx((0.7 - 0.5) / 4, abs=1e-6)
+
+
+def test_a_weighted_verdict_is_kept_as_a_number_and_silence_is_still_counted() -> None:
+    table = RewardTable(tau=0.2, weights={"verdict": 0.5, "score": 2.0})
+    batch = [
+        *(table.score(sample(verdict)) for verdict in (A, R, S)),
+        table.score(sample(R, score=0.3)),
+    ]
+    # 0.5·0.8, −0.5·0.2, 0, and −0.5·0.2 + 2·0.3: the weights name both
+    assert [one.reward for one in batch] == pytest.approx([0.4, -0.1, 0.0, 0.5])
+    baseline = Baseline(decay=1.0, prior=1e-9)
+    baseline.update(batch, table)
+    assert baseline.mean(sample(A), 0.2) == pytest.approx(0.8 / 4, abs=1e-6)
+    assert baseline.silent == 1.0
+
+
+def test_timeouts_are_no_memory_of_silence() -> None:
+    """A timeout of half a reject is no silence: a batch without silent rows must still not be centred."""
+    baseline = Baseline(decay=1.0)
+    baseline.update(scored(A, T, T), TABLE)
+    assert baseline.silent == 0.0
+    batch = scored(A, R)
+    assert run(batch, baseline, silent=True) == pytest.approx([0.8 / 0.5, -0.2 / 0.5])
+
+
+def test_group_by_hand() -> None:
+    def rated(id: str, *rewards: float) -> list[Scored]:
+        return [
+            Scored(sample(A, id=id, index=index), reward, {"score": reward})
+            for index, reward in enumerate(rewards)
+        ]
+
+    one, two, three = rated("one", 1.0, 0.0, 0.0, 0.0), rated("two", 0.3, 0.3), rated("three", 5.0)
+    # mixed, as a batch may be; "one": mean ¼, std √((0.5625 + 3·0.0625) / 3) = ½
+    batch = [one[0], two[0], one[1], three[0], one[2], two[1], one[3]]
+    got = run(batch, Baseline(), mode="group")
+    high, low = 0.75 / (0.5 + 1e-6), -0.25 / (0.5 + 1e-6)
+    assert got == pytest.approx([high, 0.0, low, 0.0, low, 0.0, low], abs=1e-12)
+    # eight choices of which one was accepted: no clip at the limit of the baseline's advantages
+    eight = run(rated("eight", *([0.0] * 99), 1.0), Baseline(), mode="group")
+    assert eight[-1] == pytest.approx(0.99 / (0.1 + 1e-6))
+
+
+def test_group_knows_neither_baseline_nor_tau() -> None:
+    baseline = Baseline()
+    baseline.update(scored(A, A, R), TABLE)
+    for tau in (0.0, 0.25):
+        table = RewardTable(tau)
+        batch = [table.score(sample(verdict)) for verdict in (A, R, R)]
+        got = run(batch, baseline, mode="group")
+        assert got == pytest.approx([2 / 3**0.5, -1 / 3**0.5, -1 / 3**0.5], abs=1e-4)
+
+
 def test_state_survives_json() -> None:
     baseline = Baseline()
     rng = random.Random(0)

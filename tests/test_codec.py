@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers
 
 from onlinerl.errors import ModelError
-from onlinerl.gateway.codec import Codec
+from onlinerl.text.codec import Codec
 from tests.gateways import CODEC, MODEL
 
 EOS = CODEC.eos_ids[0]

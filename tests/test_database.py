@@ -16,6 +16,7 @@ from pathlib import Path
 
 import pytest
 import sqlalchemy as sa
+from alembic import command
 from alembic.autogenerate import compare_metadata
 from alembic.config import Config
 from alembic.migration import MigrationContext
@@ -24,7 +25,7 @@ from sqlalchemy.engine import Connection
 
 from onlinerl.errors import Conflict, SettingsError, StoreError
 from onlinerl.store import interactions
-from onlinerl.store.database import HEAD, MIGRATIONS, Database, Writer
+from onlinerl.store.database import HEAD, MIGRATIONS, Database, Writer, migrate
 from onlinerl.store.schema import metadata
 from onlinerl.store.schema import tallies as table
 from tests.store_helpers import opened, shown, url
@@ -79,6 +80,49 @@ def test_head_is_the_newest_migration() -> None:
     settings = Config()
     settings.set_main_option("script_location", str(MIGRATIONS))
     assert ScriptDirectory.from_config(settings).get_current_head() == HEAD
+
+
+def test_a_database_of_the_first_schema_is_brought_up_to_date_and_back(tmp_path: Path) -> None:
+    def alembic(c: Connection) -> Config:
+        settings = Config()
+        settings.set_main_option("script_location", str(MIGRATIONS))
+        settings.attributes["connection"] = c
+        return settings
+
+    engine = sa.create_engine(url(tmp_path))
+    with engine.begin() as c:
+        migrate(c, "0001")
+        first = definitions(c)
+        for name in ("a", "b"):
+            c.exec_driver_sql(OLD_ROW, (name,))
+    with opened(tmp_path) as database, database.write() as c:
+        one = interactions.get(c, "a")
+        assert one is not None
+        assert (one.completion, one.propensity) == ("return x", 1.0)
+        interactions.insert(c, [shown("new", propensity=0.1)])
+        second = definitions(c)
+    with engine.begin() as c:
+        command.downgrade(alembic(c), "0001")
+        assert definitions(c) == first
+    with opened(tmp_path) as database:
+        assert names(database) == {"a", "b", "new"}
+        with database.read() as c:
+            assert definitions(c) == second
+            one = interactions.get(c, "new")
+            assert one is not None
+            assert one.propensity == 1.0  # the first schema had no place for it
+    engine.dispose()
+
+
+OLD_ROW = """
+INSERT INTO interactions (id, "index", policy, version, version_end, arm, project, user, at, finished_at,
+  prompt_hash, suffix_hash, temperature, top_p, finish, language, multiline, label, untrainable,
+  verdict_source, kind, use, dropped, prompt, prompt_ids, completion, completion_ids,
+  behavior_logprobs, offsets)
+VALUES (?, 0, 'tab', 0, 0, 'live', 'default', 'u1', 1000, 1000.2, 'h', '', 1, 1, 'stop', 'python', 0, '', '',
+  '', 'shown', 'open', '', 'def f(x):', x'05000000', 'return x', x'90010000', x'0000c0bf', x'08000000')
+"""
+"""As the first schema had it: it must not be written with today's code."""
 
 
 def test_opening_again_keeps_the_rows(tmp_path: Path) -> None:

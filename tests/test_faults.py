@@ -26,12 +26,12 @@ from tokenizers.models import BPE
 from transformers import AutoModelForCausalLM, Qwen2Config, Qwen2ForCausalLM
 
 from onlinerl.errors import Conflict
-from onlinerl.gateway.codec import Codec
 from onlinerl.learning import batches as packing
 from onlinerl.learning.learner import Learner
 from onlinerl.learning.run import train
 from onlinerl.records import Generation, Interaction, Run, RunState, Version
 from onlinerl.store import interactions, runs, versions
+from onlinerl.text.codec import Codec
 from tests.faults import (
     Answer,
     Clients,

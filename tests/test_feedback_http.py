@@ -10,8 +10,8 @@ from typing import Any
 import httpx
 import pytest
 
-from onlinerl.gateway.templates import QWEN
 from onlinerl.records import Interaction, Verdict
+from onlinerl.text.templates import QWEN
 from tests.gateways import Gateway, running, says
 
 PREFIX, SUFFIX = "def area(r):\n    ", "\n"

@@ -61,6 +61,7 @@ def test_what_goes_in_comes_out(
         multiline=True,
         label="a label",
         version_end=1,
+        propensity=0.25,
     )
     with undone(database) as c:
         interactions.insert(c, [one])
@@ -141,6 +142,7 @@ def test_a_sample_carries_what_the_trainer_needs(c: Connection) -> None:
     assert (sample.verdict, sample.verdict_source, sample.score) == (Verdict.ACCEPTED, "native", 0.25)
     assert sample.completion_ids == Interaction.example().completion_ids
     assert sample.behavior_logprobs == pytest.approx(Interaction.example().behavior_logprobs, abs=1e-6)
+    assert (sample.prompt, sample.arm) == (Interaction.example().prompt, "live")
 
 
 @pytest.mark.parametrize(
@@ -200,6 +202,51 @@ def test_release_gives_back_the_later_batches(c: Connection) -> None:
     assert interactions.release(c, run=8, after_batch=0) == 0
     assert interactions.release(c, run=7, after_batch=1) == 4
     assert ids(claim(c, run=9)) == ["n2", "n3", "n4", "n5"]
+
+
+def test_dropped_samples_stay_out_whatever_is_released(c: Connection) -> None:
+    accepted(c, *(shown(f"n{i}") for i in range(4)))
+    interactions.insert(c, [shown("unlabelled")])
+    claim(c, run=7)
+    interactions.keep_rewards(c, [("n1", 0, 0.5, {"accepted": 0.5})])
+    keys = [("n1", 0), ("n2", 0), ("unlabelled", 0), ("nobody", 0)]
+    interactions.drop(c, keys, reason="duplicate", run=8, now=2000.0)
+    assert interactions.dropped(c, policy="tab") == {}  # run 8 holds none of them
+    interactions.drop(c, keys, reason="duplicate", run=7, now=2000.0)
+    interactions.drop(c, [], reason="burst", run=7, now=2000.0)
+    assert interactions.dropped(c, policy="tab") == {"duplicate": 2}
+    assert interactions.rewards(c, run=7) == []  # what was dropped was not trained on
+    assert interactions.release(c, run=7, after_batch=0) == 2
+    assert ids(claim(c, run=9)) == ["n0", "n3"]
+    assert interactions.counts(c, policy="tab").accepted == 4
+    tell(c, "unlabelled", Event.ACCEPTED)
+    assert ids(claim(c, run=9)) == ["unlabelled"]
+
+
+@pytest.mark.parametrize("reason", ["", "x" * 17])
+def test_a_reason_that_does_not_fit_its_column_is_refused(c: Connection, reason: str) -> None:
+    with pytest.raises(ValueError, match="1 to 16 characters"):
+        interactions.drop(c, [("x", 0)], reason=reason, run=1, now=2000.0)
+
+
+def test_rewards_are_kept_with_their_samples_until_these_are_released(c: Connection) -> None:
+    accepted(c, shown("a"), shown("b"), shown("b", index=1))
+    tell(c, "b", Event.ACCEPTED, index=1)
+    interactions.keep_rewards(c, [("a", 0, 9.0, {})])
+    assert interactions.rewards(c, run=7) == []  # nobody holds it yet
+    claim(c, run=7, batch=1, limit=2)
+    claim(c, run=7, batch=2)
+    interactions.keep_rewards(c, [])
+    interactions.keep_rewards(c, [("a", 0, 1.0, {"accepted": 1.0}), ("b", 1, -0.2, {"timeout": -0.2})])
+    interactions.keep_rewards(c, [("a", 0, 0.8, {"accepted": 0.7, "retained": 0.1})])
+    first = interactions.Reward("a", 0, 1, 0.8, {"accepted": 0.7, "retained": 0.1})
+    assert interactions.rewards(c, run=7) == [
+        first,
+        interactions.Reward("b", 1, 2, -0.2, {"timeout": -0.2}),
+    ]
+    interactions.release(c, run=7, after_batch=1)
+    claim(c, run=7, batch=2)
+    assert interactions.rewards(c, run=7) == [first]
 
 
 def test_the_held_back_share_is_never_claimed(c: Connection) -> None:

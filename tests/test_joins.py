@@ -8,8 +8,8 @@ from dataclasses import replace
 import pytest
 
 from onlinerl.gateway import joins
-from onlinerl.gateway.templates import QWEN
 from onlinerl.records import Event, Feedback, Interaction, Verdict
+from onlinerl.text.templates import QWEN
 
 LONG = "import os\n\n\ndef walk(folder):\n    for name in os.listdir(folder):\n        path = "
 SUFFIX = "\n    return None\n"

@@ -17,7 +17,7 @@ import pytest
 from sqlalchemy.engine import Connection
 
 from onlinerl.errors import Conflict, NotFound, RunBusy, SettingsError
-from onlinerl.records import RUN_TRANSITIONS, Event, Run, RunState
+from onlinerl.records import RUN_TRANSITIONS, Event, Run, RunState, Step
 from onlinerl.store import interactions, runs, versions
 from onlinerl.store.database import Database
 from tests.store_helpers import base, claim, opened, shown, tell, version
@@ -230,3 +230,16 @@ def test_a_resumed_run_ends_where_it_would_have_ended(c: Connection) -> None:
     assert (taken.id, taken.follow, taken.last_batch) == (run.id, True, 7)
     more = again(last_batch=9)
     assert (more.id, more.follow, more.last_batch) == (run.id, True, 9)
+
+
+def test_steps_are_kept_by_batch_and_a_repeated_batch_replaces_its_numbers(c: Connection) -> None:
+    run, _ = start(c)
+    runs.add_step(c, run=run.id, batch=2, at=1002.0, numbers={"reward": 0.5})
+    runs.add_step(c, run=run.id, batch=1, at=1001.0, numbers={"reward": 0.25, "kl": 1e-3})
+    runs.add_step(c, run=run.id + 1, batch=1, at=1001.0, numbers={})
+    runs.add_step(c, run=run.id, batch=2, at=1005.0, numbers={"reward": -0.5})
+    assert runs.steps(c, run.id) == [
+        Step(run.id, 1, 1001.0, {"reward": 0.25, "kl": 1e-3}),
+        Step(run.id, 2, 1005.0, {"reward": -0.5}),
+    ]
+    assert runs.steps(c, run.id + 2) == []

@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from onlinerl.gateway import templates
-from onlinerl.gateway.templates import CODELLAMA, CODESTRAL, DEEPSEEK, QWEN, STARCODER, TEMPLATES, Template
+from onlinerl.text import templates
+from onlinerl.text.templates import CODELLAMA, CODESTRAL, DEEPSEEK, QWEN, STARCODER, TEMPLATES, Template
 from tests.gateways import CODEC
 
 _markers = sorted(templates.MARKERS | {"<PRE> ", " <SUF>", " <MID>"})

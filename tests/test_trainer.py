@@ -23,9 +23,10 @@ from onlinerl.errors import GuardTripped
 from onlinerl.learning import run as running
 from onlinerl.learning.__main__ import main
 from onlinerl.learning.checkpoints import Checkpoints
+from onlinerl.learning.devices import threads_of
 from onlinerl.learning.learner import Learner
 from onlinerl.learning.receive import lineage, oldest
-from onlinerl.learning.run import tau, threads_of, train
+from onlinerl.learning.run import tau, train
 from onlinerl.learning.trainer import checkpoints_of
 from onlinerl.records import Run, RunState, Verdict, Version, VersionState
 from onlinerl.store import interactions, runs, versions

@@ -177,14 +177,15 @@ def test_promotion_stops_the_run_unless_it_made_the_version(c: Connection) -> No
 
 def test_rejection_gives_back_what_no_surviving_version_learned(c: Connection) -> None:
     run = running(c)
-    batches(c, run.id, 5)
+    batches(c, run.id, 6)
+    interactions.drop(c, [("r1b4", 0)], reason="burst", run=run.id, now=2000.0)
     versions.register(c, version(1, parent=0, run=run.id, step=2))
     versions.promote(c, "tab", 1, actor="publisher")
     versions.register(c, version(2, parent=1, run=run.id, step=4))
     versions.reject(c, "tab", 2, actor="me", reason="worse")
     assert runs.get(c, "tab", run.id).wish == "stop"
     back = [sample.id for sample in claim(c, run=99)]
-    assert back == ["r1b3", "r1b4", "r1b5"]
+    assert back == ["r1b3", "r1b5", "r1b6"]  # what cleaning dropped is not learned from, whoever asks
     # neither a child of it nor a later version of its run may bring its samples in again
     with pytest.raises(Conflict, match="which was rejected"):
         versions.register(c, version(3, parent=2))

@@ -18,6 +18,8 @@ from onlinerl.errors import SettingsError
 
 POLICY_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 BUILTIN_MODEL = "fim-27m"
+REWARD_FUNCTION = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)*:[^\W\d]\w*(\.[^\W\d]\w*)*")
+REWARD_SOURCES = ("verdict", "retained", "score", "function")
 
 Fraction = Annotated[float, Field(ge=0, le=1)]
 Positive = Annotated[float, Field(gt=0)]
@@ -108,6 +110,86 @@ class Rewards(Node):
     """Weight of a timeout reject where the client reports explicit ones too; 1 where it cannot (Continue)."""
     retention_bonus: Annotated[float, Field(ge=0)] = 0.0
     """Added to an accept in proportion to the share of the text that is still there later."""
+    function: str = ""
+    """A function of your own, `module:function`, whose number is added (`learning/rewards.py` has its
+    contract). The module is looked for where the command was started and among what is installed. It is
+    code: a file or the command line may name it, nothing that comes over HTTP ever may."""
+    weights: dict[str, float] = {}
+    """What each source is multiplied with before they are summed: `verdict`, `retained`, `score`, `function`,
+    and `function/NAME` where the function returns several numbers by name. One that is left out has 1. A
+    client's own score takes the verdict's place, unless both are named here."""
+
+    @field_validator("function")
+    @classmethod
+    def _named(cls, function: str) -> str:
+        if function and not REWARD_FUNCTION.fullmatch(function):
+            raise ValueError("write module:function, such as rewards_of_mine:reward")
+        return function
+
+    @field_validator("weights")
+    @classmethod
+    def _sources(cls, weights: dict[str, float]) -> dict[str, float]:
+        for name in weights:
+            if name not in REWARD_SOURCES and not name.startswith("function/"):
+                raise ValueError(
+                    f"there is no source {name!r}: {', '.join(REWARD_SOURCES)} and function/NAME are known"
+                )
+        return weights
+
+
+class Cleaning(Node):
+    """What is not worth learning from. Every rule looks at requests, shown and silent ones alike, and never
+    at what was said of the answer; what it drops is counted by its reason."""
+
+    window: Count = 1000
+    """Samples learned from last among which repetitions are looked for; earlier runs count too."""
+    copies: Fraction = 0.01
+    """The same answer to the same user and prompt again is a copy, and dropped (duplicate), where that many
+    or fewer were to be expected by chance; 0: none is."""
+    repeats: Count | None = 64
+    """Requests of one user at the same place, or nearly, that the window may hold; further ones are dropped
+    (repeated, near_duplicate); none: any number."""
+    similarity: Annotated[float, Field(gt=0, le=1)] = 0.9
+    """Jaccard similarity of the text around the cursor from which two places are nearly the same; 1: only
+    prompts that are equal are."""
+    per_minute: Count | None = 60
+    """Answers that a person can judge by hand in a minute; where one user judged more, all that they asked
+    for meanwhile is dropped (burst). Where `trust.owner` is false; none: any number."""
+    fastest: Annotated[float, Field(ge=0)] = 0.15
+    """Seconds from request to verdict by hand. A user whose median over at least 20 is below is no person,
+    and what they asked for is dropped (bot). Where `trust.owner` is false; 0: nobody is."""
+    generated: bool = True
+    """Drop requests from files that say that they are generated."""
+    minified: bool = True
+    """Drop requests from minified files, and those with blobs of encoded data (blob)."""
+    shortest: Annotated[int, Field(ge=0)] = 3
+    """Characters, white space not counted, that a prompt must have (short)."""
+    languages: tuple[str, ...] = ()
+    """Languages to learn from, such as python; others are dropped (language), unknown ones are not. None
+    named: all."""
+    broken: Fraction | None = 0.01
+    """Largest share of a prompt's characters that no text holds: U+FFFD, control characters, lone surrogates
+    (encoding); none: any."""
+
+
+class Trust(Node):
+    """How much one user may say."""
+
+    owner: bool = True
+    """One person teaches their own model, or a team that trusts its own: nobody is capped. False where
+    strangers teach: then the settings below hold, and `cleaning.per_minute` and `cleaning.fastest` too."""
+    dominance: Annotated[float, Field(gt=0, le=1)] = 0.5
+    """Largest share of a batch that one user may have while fewer than `crowd` are active. What is beyond
+    waits for a later batch; a run that finds nothing else ends."""
+    crowd: Count = 200
+    """Active users from which on `share` and `users` hold instead."""
+    share: Fraction = 0.01
+    """Largest share of a batch that one of a crowd may have, but at least one sample; what is beyond is
+    dropped (crowd)."""
+    users: Positive = 3.0
+    """The share is at least so much divided by the number of active users."""
+    window: Positive = 604_800.0
+    """Seconds in which a user must have judged an answer to be active."""
 
 
 class Guards(Node):
@@ -129,6 +211,10 @@ class Guards(Node):
     """Largest gradient norm, as a multiple of its running median."""
     ess: Fraction = 0.5
     """Effective sample size per token below which a warning is logged."""
+    contradiction: bool = True
+    """End a run whose rewards contradict the verdicts: accepted answers earned less than refused ones, by
+    more than three standard errors over the last answers (16 of each at least). Off where rewards are meant
+    to."""
 
 
 class Silence(Node):
@@ -145,8 +231,9 @@ class Silence(Node):
 class Train(Node):
     """The trainer: critic-free clipped PPO on the tokens that were served."""
 
-    mode: Literal["baseline", "raw"] = "baseline"
-    """baseline: advantage over a running mean per context; raw: the reward itself, the seed's setting."""
+    mode: Literal["baseline", "raw", "group"] = "baseline"
+    """baseline: advantage over a running mean per context; raw: the reward itself, the seed's setting; group:
+    over the other answers of the same request (GRPO), so requests need `n` > 1."""
     lr: Positive = 3e-5
     """AdamW's learning rate; 2e-6 suits 1.5 B parameters, 3e-5 the 27 M default model."""
     batch: Count = 32
@@ -203,6 +290,37 @@ class Train(Node):
     """The show rate's floor."""
 
 
+class Judge(Node):
+    """Who scores completions where there are no users."""
+
+    kind: Literal["reference", "similarity", "llm"] = "reference"
+    """reference: nearness to what the author wrote, less for broken syntax and repetition; similarity: ten
+    times difflib's ratio, for reports; llm: a model behind an OpenAI-compatible chat endpoint, whose key is
+    taken from the environment variable LLMASJUDGE_API_KEY alone."""
+    url: str | None = None
+    """Address of the endpoint, with or without `/chat/completions`; default is LLMASJUDGE_API_URL."""
+    model: str | None = None
+    """Name of the judging model; default is LLMASJUDGE_MODEL."""
+    concurrency: Count = 8
+    """Calls under way at once."""
+    timeout: Positive = 60.0
+    """Seconds that one call may take."""
+    attempts: Count = 6
+    """Calls for one completion before it is given up: its sample is masked and counted."""
+    wait: Annotated[float, Field(ge=0)] = 0.5
+    """Seconds before the second attempt; doubled for each further one, with jitter."""
+    wait_limit: Positive = 30.0
+    """Longest wait between two attempts, in seconds, also where the endpoint asks for a longer one."""
+    temperature: Annotated[float, Field(ge=0, le=2)] = 0.0
+    """Softmax temperature of the judging model."""
+    answer_tokens: Count = 64
+    """Longest answer in tokens; a model that thinks before it answers needs more."""
+    price_input: Annotated[float, Field(ge=0)] | None = None
+    """Price of a million input tokens, in whatever currency; shown before the start, never limits."""
+    price_output: Annotated[float, Field(ge=0)] | None = None
+    """Price of a million output tokens."""
+
+
 class Trigger(Node):
     """When `serve` starts a run by itself."""
 
@@ -238,10 +356,95 @@ class Policy(Node):
     """How feedback finds its interactions."""
     rewards: Rewards = Rewards()
     """From verdict to number."""
+    cleaning: Cleaning = Cleaning()
+    """What is not worth learning from."""
+    trust: Trust = Trust()
+    """How much one user may say."""
     train: Train = Train()
     """How it learns."""
     trigger: Trigger = Trigger()
     """When it learns."""
+
+
+class WarmStart(Node):
+    """Supervised fine-tuning before the offline learning; the report shows what it gained by itself."""
+
+    source: str = "none"
+    """none; accepted: completions of the base model that the rater accepted; or a JSONL file of `prefix`,
+    `suffix` and, as `middle`, the completion of a larger model."""
+    completions: Count = 2000
+    """Completions sampled to find accepted ones; they do not count as `validation.completions`."""
+    epochs: Count = 1
+    """Times that each of them is trained on."""
+    lr: Positive = 1e-5
+    """AdamW's learning rate; a batch is `train.batch`."""
+
+
+class Validation(Node):
+    """Offline learning: a judge or simulated users instead of people, on prompts from a code folder."""
+
+    name: str = "offline"
+    """Name of the report's folder, `home/validation/NAME`."""
+    policy: str | None = None
+    """The policy whose model, sampling, rewards and training are used; needed where there are several."""
+    data: Path | None = None
+    """A folder of code, or a JSONL file of `prefix`, `suffix` and `middle`; default is the standard library's
+    packages that the built-in model never saw."""
+    shortest: Count = 1
+    """Least characters of what the author wrote, without surrounding space."""
+    characters: Annotated[int, Field(ge=16)] = 2048
+    """Characters around the cursor, three quarters of them before it."""
+    train_prompts: Count = 3000
+    """Most prompts to learn from."""
+    test_prompts: Count = 1000
+    """Most held-out prompts, of other files."""
+    completions: Count = 6000
+    """Completions sampled to learn from, those included that nobody rated and those that `tau: auto` asks."""
+    group: Count = 1
+    """Completions of one prompt in a batch; mode `group` needs more than one."""
+    publish_every: Annotated[int, Field(ge=0)] = 1
+    """Steps between two publications into the engine: more than one makes samples stale; 0 never publishes,
+    which is offline learning from the start's own completions."""
+    rater: Literal["judge", "user"] = "user"
+    """Who rates completions: a judge by its score (a tenth of it is the reward), or simulated users by
+    accepting and rejecting (the reward is that of `rewards`)."""
+    judge: Judge = Judge()
+    """The judge to train with."""
+    report_judge: Judge = Judge(kind="similarity")
+    """The judge to report with; it should be another one."""
+    tastes: Annotated[tuple[str, ...], Field(min_length=1)] = ("similar",)
+    """Tastes of the simulated users, in turn; the report's accept rate is theirs on average."""
+    users: Count = 8
+    """Simulated users; prompts go to them in turn."""
+    noise_flip: Fraction = 0.0
+    """Share of the verdicts that come as their opposite."""
+    noise_missing: Fraction = 0.0
+    """Share of the shown answers that nobody rates."""
+    noise_timeout: Fraction = 0.0
+    """Share of the shown answers that nobody gets round to: they come as timeouts, whatever they are worth."""
+    quantise: Literal["none", "int8"] = "none"
+    """int8: the engine's linear layers are rounded to 255 levels for each output channel, as a quantised
+    engine's are; the trainer's are not."""
+    warmstart: WarmStart = WarmStart()
+    """Supervised fine-tuning before it."""
+    evaluate_every: Annotated[int, Field(ge=0)] = 0
+    """Steps between two points of the learning curve; 0: its ends alone."""
+    evaluate_prompts: Count = 200
+    """Held-out prompts of a point of the curve; the table uses all."""
+    tau_report: Fraction | None = None
+    """τ of the reported reward per opportunity, the same for all stages; default is half of the base's
+    accept rate per opportunity. Give it to compare reports."""
+    seed: int = 0
+    """Seed of prompts, sampling and users; the order within a batch has `train.seed`."""
+    save: Path | None = None
+    """Folder for the final weights, usable as a policy's `model`; must not exist yet."""
+
+    @field_validator("name")
+    @classmethod
+    def _name(cls, name: str) -> str:
+        if not POLICY_NAME.fullmatch(name):
+            raise ValueError("letters, digits, dot, dash and underscore only")
+        return name
 
 
 class Settings(Node):
@@ -255,6 +458,8 @@ class Settings(Node):
     """The database."""
     policies: dict[str, Policy] = Field(default_factory=lambda: {"tab": Policy()}, min_length=1)
     """The policies by name."""
+    validation: Validation = Validation()
+    """What `onlinerl validate` does."""
 
     @field_validator("home")
     @classmethod

@@ -153,6 +153,8 @@ class Interaction:
     shown_at: float | None = None
     suffix_hash: str = ""
     """`text_hash` of the text after the cursor, where the request has one; joins find it by this."""
+    propensity: float = 1.0
+    """Probability with which its unit (user or request) was assigned to `arm`; 1 where nothing was drawn."""
 
     @property
     def silent(self) -> bool:
@@ -292,6 +294,10 @@ class Sample:
     retained_characters: int | None = None
     batch: int = 0
     """Number of the batch for which the run claimed it; 0: not claimed (the held-back share)."""
+    prompt: str = ""
+    """The prompt as text: cleaning looks at it, training does not."""
+    arm: str = ""
+    """"live", or "explore": sampled at temperature 1 and top-p 1 whatever the client asked for."""
 
     @property
     def silent(self) -> bool:
@@ -306,7 +312,9 @@ class Scored:
     sample: Sample
     reward: float
     parts: Mapping[str, float] = field(default_factory=lambda: MappingProxyType({}))
-    """Reward by source (verdict, retention, …); they add up to `reward`."""
+    """Reward by source (verdict, retention, …), each with its weight; they add up to `reward`."""
+    fault: str = ""
+    """Why it has no reward; "" where it has one. Such a sample is dropped and counted, never trained on."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -428,6 +436,17 @@ class Run:
     """Whether it keeps going as feedback arrives; whoever carries it on after a crash does the same."""
     last_batch: int | None = None
     """Batch after which it ends; None: it has no such bound."""
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """What one batch of a run measured. Made by the Trainer, kept by the store, eaten by people."""
+
+    run: int
+    batch: int
+    at: float
+    numbers: Mapping[str, float]
+    """By name; docs/metrics.md explains each."""
 
 
 VERSION_TRANSITIONS: Mapping[VersionState, frozenset[VersionState]] = MappingProxyType(

@@ -32,9 +32,7 @@ from onlinerl.engines.embedded import EmbeddedEngine
 from onlinerl.engines.pool import Pool
 from onlinerl.errors import EngineError, ModelError, NotFound, OnlineRLError, PortTaken, SettingsError
 from onlinerl.gateway.app import create_app
-from onlinerl.gateway.codec import Codec
 from onlinerl.gateway.service import Service
-from onlinerl.gateway.templates import find as find_template
 from onlinerl.loop import base
 from onlinerl.loop.publisher import Publisher
 from onlinerl.loop.trigger import Trigger
@@ -42,6 +40,8 @@ from onlinerl.observe import configure_logging, logger
 from onlinerl.store import versions
 from onlinerl.store.database import Database, Writer
 from onlinerl.supervisor import Supervisor, socket_folder
+from onlinerl.text.codec import Codec
+from onlinerl.text.templates import find as find_template
 
 BACKLOG = 2048
 """Connections that the kernel keeps for us while we start or are busy."""

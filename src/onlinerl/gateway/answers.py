@@ -14,9 +14,9 @@ from dataclasses import dataclass, field
 
 from onlinerl import observe
 from onlinerl.errors import EngineError
-from onlinerl.gateway.codec import Codec
 from onlinerl.gateway.service import Route
 from onlinerl.records import Finish, FinishReason, Generation, Interaction, Token
+from onlinerl.text.codec import Codec
 
 
 class Stops:

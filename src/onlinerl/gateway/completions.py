@@ -12,13 +12,13 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from onlinerl.errors import RequestError
-from onlinerl.gateway import templates
 from onlinerl.gateway.answers import Answer, Ask, Prompt, new_id
 from onlinerl.gateway.bodies import checked, read_json, sticky
 from onlinerl.gateway.replies import Stream, Whole
 from onlinerl.gateway.service import Service, Services
 from onlinerl.records import text_hash
 from onlinerl.store.database import Writer
+from onlinerl.text import templates
 
 CHOICES = 128
 """Most sequences of one request."""

@@ -8,9 +8,9 @@ from typing import Protocol
 
 from onlinerl.config import Policy
 from onlinerl.errors import EngineUnavailable, NotFound, RequestError
-from onlinerl.gateway.codec import Codec
-from onlinerl.gateway.templates import Template
 from onlinerl.records import Finish, Generation, Token
+from onlinerl.text.codec import Codec
+from onlinerl.text.templates import Template
 
 
 class Generates(Protocol):

@@ -1,6 +1,6 @@
 """How much better an answer was than what one could expect at its request (ALGORITHMS 4).
 
-The expectation is a running mean per context bucket, shrunk towards the bucket above it:
+In mode `baseline` the expectation is a running mean per context bucket, shrunk towards the bucket above it:
 
     policy → language → single or multi line (as asked) → user
 
@@ -8,11 +8,15 @@ A bucket keeps decayed counts of accepts, rejects and silences, not a mean: τ m
 the mean is recomputed with the current one. Beta(α, β) with forgetting as in SPO (arXiv 2509.13232), with
 silence as a third outcome. It is read before the batch enters it, and it knows only what was known at the
 request, so that it depends on no action and adds no bias.
+
+In mode `group` it is the mean of the other answers to the same request (GRPO, arXiv 2402.03300), for requests
+with several choices and for offline validation.
 """
 
 from __future__ import annotations
 
 import math
+import statistics
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -27,19 +31,22 @@ STALE_MARGIN = 0.05
 with old data, pushing up what was good is safer than pushing down what was bad (AsymRE, 2506.20520)."""
 SMALLEST_STD = 0.1
 """A batch whose advantages vary less than this is not blown up."""
+EQUAL = 1e-6
+"""Added to a group's standard deviation before it divides, as the seed's trainer does."""
 FORGOTTEN = 1e-3
 """A bucket with a smaller count than this is dropped from the state."""
 
 
 @dataclass(slots=True)
 class Counts:
-    """Decayed outcomes of a bucket. `other` and `score` hold samples that came with a number of their own."""
+    """Decayed outcomes of a bucket. `other` and `score` hold samples whose reward does not follow from their
+    verdict and τ: that came with a number of their own, or whose verdict has a weight."""
 
     accepted: float = 0.0
     rejected: float = 0.0
     silent: float = 0.0
     bonus: float = 0.0
-    """Sum of retention bonuses."""
+    """Sum of what came on top of the verdict's number: retention bonuses, the user's own function."""
     other: float = 0.0
     score: float = 0.0
 
@@ -95,9 +102,13 @@ class Baseline:
     def update(self, samples: Iterable[Scored], table: RewardTable) -> None:
         """Let a batch in: forget a little, then count.
 
-        A timeout of weight w counts as w rejects and 1−w silences, so that the mean of the counts is the
-        mean of the rewards.
+        The mean of the counts is the mean of the rewards, whatever these are made of. Where the verdict's
+        number is part of them as it is, the outcome is counted, so that the mean follows τ, and the rest is
+        a bonus; a timeout of weight w counts as w rejects and 1−w others. Where it is not (a client's own
+        score, a verdict with a weight), the reward is kept as a number. Silence is counted always: its own
+        number is 0 under every τ and weight.
         """
+        plain = table.weight("verdict") == 1.0
         for name, counts in list(self._buckets.items()):
             for field in ("accepted", "rejected", "silent", "bonus", "other", "score"):
                 setattr(counts, field, getattr(counts, field) * self.decay)
@@ -107,16 +118,20 @@ class Baseline:
             sample = scored.sample
             for name in self.path(sample):
                 counts = self._buckets.setdefault(name, Counts())
-                if sample.score is not None:
+                if sample.silent:
+                    counts.silent += 1.0
+                    counts.bonus += scored.reward
+                elif not (plain and table.counts_verdict(sample)):
                     counts.other += 1.0
                     counts.score += scored.reward
-                elif sample.verdict is Verdict.ACCEPTED:
-                    counts.accepted += 1.0
-                    counts.bonus += scored.parts.get("retained", 0.0)
                 else:
+                    accepted = sample.verdict is Verdict.ACCEPTED
                     rejection = table.rejection(sample.verdict, sample.verdict_source)
+                    counts.accepted += accepted
                     counts.rejected += rejection
-                    counts.silent += 1.0 - rejection
+                    counts.other += 1.0 - accepted - rejection
+                    more = (number for name, number in scored.parts.items() if name != sample.verdict.value)
+                    counts.bonus += sum(more)
 
     def state(self) -> dict[str, Any]:
         """JSON-able."""
@@ -143,7 +158,7 @@ def advantages(
     limit: float,
     silent_expected: bool,
 ) -> list[float]:
-    """One number a sample.
+    """One number a sample. Samples that have no reward (`Scored.fault`) do not belong into `batch`.
 
     `raw`: the reward itself, the seed's setting (its Monte-Carlo return of one step).
 
@@ -152,10 +167,18 @@ def advantages(
     policy was silent at times (`silent_expected`) but neither the batch nor the baseline's memory holds a
     silent row, nothing is taken off at all: a mean over shown answers alone would make the average shown
     answer worth 0, as much as silence, whatever τ says.
+
+    `group`: A = (r − mean) / (std + 1e-6) over the samples of the batch that share their request's id; std is
+    that of a sample (n − 1). A group of one, or of equal rewards, gives 0: it has nothing to compare. A batch
+    takes what is there in the order of the requests, so at its edges a group may be cut in two, and each part
+    is compared within itself; a `train.batch` that is a multiple of `n` keeps them whole where every choice
+    is rated.
     """
     rewards = [scored.reward for scored in batch]
     if mode == "raw":
         return rewards
+    if mode == "group":
+        return _grouped([scored.sample.id for scored in batch], rewards)
     lacks_silent = silent_expected and baseline.silent == 0.0 and not any(s.sample.silent for s in batch)
     raw = [
         reward - (0.0 if lacks_silent else baseline.mean(scored.sample, table.tau) - margin(stale))
@@ -165,3 +188,17 @@ def advantages(
     std = math.sqrt(sum((a - mean) ** 2 for a in raw) / max(1, len(raw)))
     scale = max(std, SMALLEST_STD)
     return [max(-limit, min(limit, a / scale)) for a in raw]
+
+
+def _grouped(ids: Sequence[str], rewards: Sequence[float]) -> list[float]:
+    """GRPO's advantage: each reward against those with the same id."""
+    groups: dict[str, list[float]] = {}
+    for id, reward in zip(ids, rewards, strict=True):
+        groups.setdefault(id, []).append(reward)
+    means = {id: statistics.fmean(group) for id, group in groups.items()}
+    stds = {id: statistics.stdev(group) if len(group) > 1 else 0.0 for id, group in groups.items()}
+    # A zero over 1e-6 is a zero; rounding in the mean of equal rewards must not become a number.
+    return [
+        (reward - means[id]) / (stds[id] + EQUAL) if stds[id] > 0.0 else 0.0
+        for id, reward in zip(ids, rewards, strict=True)
+    ]

@@ -19,6 +19,7 @@ from onlinerl.flow.channel import Channel
 from onlinerl.flow.worker import WorkerGroup
 from onlinerl.learning.checkpoints import Checkpoint
 from onlinerl.learning.control import Control
+from onlinerl.learning.devices import threads_of
 from onlinerl.learning.log import RunLog
 from onlinerl.learning.receive import DataReceiver, newest
 from onlinerl.learning.rewards import ComputeReward, RewardTable, auto_tau
@@ -34,7 +35,8 @@ LEFT_OUT = {
     "stale": "answers of versions that are too old (train.staleness)",
     "surplus": "silent answers beyond the share of shown ones that were rated",
 }
-"""Why a row is dropped (`interactions.dropped`), for people."""
+"""Why a row is dropped (`interactions.dropped`), for people. The reasons are an open set: others are told by
+their own word."""
 
 
 def train(
@@ -105,7 +107,10 @@ def outcome(settings: config.Settings, run: Run) -> list[str]:
     if waiting:
         rest = settings.policies[run.policy].joins.rest
         lines = [f"{waiting} verdicts wait for the next run; a timeout rests {rest:g} s first (joins.rest)"]
-    lines += [f"left out so far: {number} {LEFT_OUT[reason]}" for reason, number in sorted(dropped.items())]
+    lines += [
+        f"left out so far: {number} {LEFT_OUT.get(reason, f'answers dropped as {reason}')}"
+        for reason, number in sorted(dropped.items())
+    ]
     return lines
 
 
@@ -136,14 +141,6 @@ def register_base(settings: config.Settings, policy: str, database: Database) ->
     except Conflict:
         with database.read() as c:
             versions.live(c, policy)  # another process was faster
-
-
-def threads_of(train: config.Train) -> int:
-    """Torch threads: the setting, else half of the cores that this process may use."""
-    if train.threads is not None:
-        return train.threads
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return max(1, cores // 2)
 
 
 def _work(

@@ -29,6 +29,7 @@ from onlinerl.learning.advantages import Baseline, advantages
 from onlinerl.learning.batches import PolicyModel
 from onlinerl.learning.checkpoints import Checkpoint, Checkpoints
 from onlinerl.learning.control import Control
+from onlinerl.learning.devices import device_of, dtype_of
 from onlinerl.learning.guards import Bands
 from onlinerl.learning.learner import Learner
 from onlinerl.learning.log import RunLog
@@ -437,19 +438,4 @@ def checkpoints_of(settings: config.Settings, run: int) -> Checkpoints:
     return Checkpoints(run_folder(settings, run) / "checkpoints")
 
 
-def device_of(train: config.Train) -> torch.device:
-    """Where to compute. Raises ModelError for CUDA where there is none."""
-    available = torch.cuda.is_available()
-    if train.device == "cuda" and not available:
-        raise ModelError("train.device is cuda, but torch sees no GPU: set it to auto or cpu")
-    return torch.device("cuda" if available and train.device != "cpu" else "cpu")
-
-
-def dtype_of(train: config.Train, device: torch.device) -> torch.dtype:
-    """Number format of the matrix products."""
-    if train.dtype == "auto":
-        return torch.bfloat16 if device.type == "cuda" else torch.float32
-    return torch.bfloat16 if train.dtype == "bfloat16" else torch.float32
-
-
-__all__ = ["Trainer", "checkpoints_of", "device_of", "dtype_of", "run_folder"]
+__all__ = ["Trainer", "checkpoints_of", "run_folder"]

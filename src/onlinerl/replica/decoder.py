@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from onlinerl.errors import EngineFull, RequestError, VersionNotLoaded
+from onlinerl.errors import EngineFull, OnlineRLError, RequestError, VersionNotLoaded
 from onlinerl.records import FinishReason, Generation
 from onlinerl.replica.model import Skeleton, Weights
 from onlinerl.replica.rows import Chunk, Plan, Rows
@@ -34,6 +34,8 @@ SHARED = 16
 
 SWITCH_PREFILL = 4
 """Into how many bites `prefill` is cut while more than one version runs."""
+LAUNCHES = 64
+"""On a GPU a kernel's launch costs more than reading this many rows that nobody needs."""
 IDLE_PREFILL = 4
 """While nothing decodes, nobody is stalled by a long pass: it takes this many times more prompt tokens."""
 
@@ -194,7 +196,7 @@ class Group:
             return
         device = self.skeleton.device
         low, high = rows[0], rows[-1] + 1
-        if high - low > 2 * count:
+        if high - low > (2 * count if device.type == "cpu" else LAUNCHES * count):
             for offset, (row, position) in enumerate(zip(rows, positions, strict=True)):
                 plan.chunks.append(Chunk(row, position, 1, offset))
             return
@@ -336,6 +338,19 @@ class Decoder(threading.Thread):
             self._waiting.append(sequence)
             self._changed.notify()
             return sequence
+
+    def submit_all(self, requests: Sequence[tuple[Generation, object]]) -> list[Running]:
+        """Queue requests with their contexts, none of which starts before the last one is queued: so the same
+        requests share the same passes every time. Raises as `submit`; then none is left in the queue."""
+        with self._changed:
+            queued: list[Running] = []
+            try:
+                for request, context in requests:
+                    queued.append(self.submit(request, context))
+            except OnlineRLError:
+                self._aborted += queued
+                raise
+            return queued
 
     def abort(self, sequence: Running) -> None:
         """End a sequence before its next token; nothing more is delivered for it but its end."""

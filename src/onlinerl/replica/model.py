@@ -10,7 +10,7 @@ from __future__ import annotations
 import inspect
 import json
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -289,6 +289,23 @@ def read_weights(folder: Path, skeleton: Skeleton) -> Weights:
             tensors.append(form.ready(_copy_gently(source, form.dtype, skeleton.device)))
     except (SafetensorError, OSError) as error:
         raise WeightsError(f"the weights in {folder} are broken: {error}") from error
+    return Weights(tuple(tensors))
+
+
+def place_weights(named: Mapping[str, Tensor], skeleton: Skeleton) -> Weights:
+    """A further version for `skeleton` from tensors in memory, by their names in a file; they are copied.
+
+    Raises WeightsError when one misses or has another shape. For whoever trains in the same process.
+    """
+    tensors: list[Tensor] = []
+    for form in skeleton.forms:
+        name = next((name for name in form.names if name in named), None)
+        if name is None:
+            raise WeightsError(f"the new weights lack the tensor {form.names[0]}")
+        source = named[name].detach()
+        if source.shape != form.shape:
+            raise WeightsError(f"{name} has shape {tuple(source.shape)} instead of {tuple(form.shape)}")
+        tensors.append(form.ready(source.to(skeleton.device, form.dtype, copy=True)))
     return Weights(tuple(tensors))
 
 

@@ -6,16 +6,18 @@ import hashlib
 import json
 import threading
 import time
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 from urllib.parse import unquote, urlsplit
 
 import torch
+from torch import Tensor
 
 from onlinerl.config import Engine
 from onlinerl.errors import EngineError, WeightsError
 from onlinerl.replica.decoder import Decoder, Group
-from onlinerl.replica.model import REST, Skeleton, build, read_weights
+from onlinerl.replica.model import REST, Skeleton, build, place_weights, read_weights
 
 SPARE = 2
 """Versions beyond `engine.resident` that may be in memory for a moment, while old ones finish."""
@@ -48,12 +50,7 @@ class Versions:
             torch.set_num_threads(self._threads)
             if self._decoder.keep(version):
                 return
-            held = self._decoder.counts()[3]
-            if held >= self._settings.resident + SPARE:
-                raise EngineError(
-                    f"{held} versions are in memory already (engine.resident is {self._settings.resident}): "
-                    "unload one first"
-                )
+            held = self._room()
             folder = local_folder(url)
             check_files(folder, digest)
             skeleton = self._skeleton
@@ -64,6 +61,43 @@ class Versions:
                 weights = read_weights(folder, skeleton)
             self._skeleton = skeleton
             self._decoder.add(Group(version, skeleton, weights, self._settings.concurrency))
+
+    def put(self, version: int, tensors: Mapping[str, Tensor]) -> None:
+        """Make `version` servable from tensors in memory (copied), by their names in a model file. The
+        architecture is that of the first version, which was loaded.
+
+        Raises WeightsError (tensors), EngineError (too many versions, none loaded yet, version taken).
+        """
+        with self._one:
+            if self._skeleton is None:
+                raise EngineError("the first version must be loaded from a folder")
+            if self._decoder.keep(version):
+                raise EngineError(f"version {version} is there already, and a version never changes")
+            self._room()
+            weights = place_weights(tensors, self._skeleton)
+            self._decoder.add(Group(version, self._skeleton, weights, self._settings.concurrency))
+
+    def linear_weights(self) -> frozenset[str]:
+        """Names of the matrices of the linear layers, the head left out: what a quantised engine rounds."""
+        if self._skeleton is None:
+            return frozenset()
+        model = self._skeleton.model
+        head = model.get_output_embeddings()
+        return frozenset(
+            f"{name}.weight"
+            for name, module in model.named_modules()
+            if isinstance(module, torch.nn.Linear) and module is not head
+        )
+
+    def _room(self) -> int:
+        """Versions in memory. Raises EngineError when there is no room for another one."""
+        held = self._decoder.counts()[3]
+        if held >= self._settings.resident + SPARE:
+            raise EngineError(
+                f"{held} versions are in memory already (engine.resident is {self._settings.resident}): "
+                "unload one first"
+            )
+        return held
 
     def unload(self, version: int) -> None:
         """Forget `version`; returns when its last sequence has ended. Idempotent."""

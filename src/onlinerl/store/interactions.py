@@ -3,18 +3,22 @@
 The life of a row, in its column `use`:
 
     open ──verdict──▶ labelled ──claim──▶ claimed(run, batch)      trained, unless its version is rejected
-                          ▲  │                   │
-                          │  ├─claim─▶ held      └──release──▶ labelled
+                          ▲  │                 │   │
+                          │  ├─claim─▶ held    │   └──drop──▶ dropped(what cleaning found)
+                          │  │                 └──release──▶ labelled
                           │  └─claim, drop_stale──▶ dropped(stale | cold | surplus)
                           └── silence is labelled when it is inserted; untrainable rows stay open
 
 `held` rows measure and are never trained on. `surplus` are silent rows beyond the label rate of the shown.
+What was dropped stays dropped: `release` gives back claimed rows alone. Reasons are an open set of short
+words; those of cleaning are in `learning/cleaning.py`.
 """
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Sequence
+import json
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -31,6 +35,8 @@ RATE_WINDOW = 1000
 RATE_SETTLE = 10.0
 """Seconds beyond `rest` that a shown answer gets before it counts as unlabelled: Continue's own clock."""
 _CHOICE = table.c.index.label("choice")  # rows are tuples, and those have an `index` of their own
+REASON = 16
+"""Most characters of a reason to drop a row, as wide as its column."""
 _CHUNK = 500
 """Rows looked at together: below SQLite's limit of bound parameters."""
 
@@ -63,6 +69,18 @@ class VersionCounts:
     accepted: int
     rejected: int
     timeout: int
+
+
+@dataclass(frozen=True, slots=True)
+class Reward:
+    """What a sample was trained with. Made by `rewards`, eaten by people."""
+
+    id: str
+    index: int
+    batch: int
+    reward: float
+    parts: Mapping[str, float]
+    """By source; they add up to `reward`."""
 
 
 # --------------------------------------------------------------------------------- write and read
@@ -215,12 +233,64 @@ def drop_stale(c: Connection, *, policy: str, run: int, min_version: int, now: f
     return result.rowcount
 
 
+def drop(c: Connection, keys: Sequence[tuple[str, int]], *, reason: str, run: int, now: float) -> None:
+    """Drop samples, named by (id, index), that the run claimed and will not train on; for good.
+
+    `reason` is a short word, at most REASON characters. Rows that the run does not hold are left alone.
+    """
+    if not 0 < len(reason) <= REASON:
+        raise ValueError(f"a reason to drop a sample has 1 to {REASON} characters, not {reason!r}")
+    statement = (
+        table.update()
+        .where(*_NAMED, table.c.use == "claimed", table.c.run == run)
+        .values(use="dropped", dropped=reason, used_at=now, batch=None, reward=None, reward_parts=None)
+    )
+    if keys:
+        c.execute(statement, [{"of_id": id, "of_index": index} for id, index in keys])
+
+
+def keep_rewards(c: Connection, rewards: Sequence[tuple[str, int, float, Mapping[str, float]]]) -> None:
+    """Keep what claimed samples are trained with: (id, index, reward, reward by source) of each.
+
+    Again for the same sample: the later replaces the earlier. Rows that nobody holds are left alone.
+    """
+    statement = (
+        table.update()
+        .where(*_NAMED, table.c.use == "claimed")
+        .values(reward=sa.bindparam("new_reward"), reward_parts=sa.bindparam("new_parts"))
+    )
+    if rewards:
+        c.execute(
+            statement,
+            [
+                {"of_id": id, "of_index": index, "new_reward": reward, "new_parts": json.dumps(dict(parts))}
+                for id, index, reward, parts in rewards
+            ],
+        )
+
+
+def rewards(c: Connection, *, run: int) -> list[Reward]:
+    """What each sample that a run learned from was trained with, by batch; released ones have none."""
+    query = (
+        sa.select(table.c.id, _CHOICE, table.c.batch, table.c.reward, table.c.reward_parts)
+        .where(table.c.run == run, table.c.use == "claimed", table.c.reward.is_not(None))
+        .order_by(table.c.batch, table.c.seq)
+    )
+    return [
+        Reward(row.id, row.choice, row.batch, row.reward, json.loads(row.reward_parts))
+        for row in c.execute(query)
+    ]
+
+
 def release(c: Connection, *, run: int, after_batch: int) -> int:
-    """Give back what the run claimed for batches beyond `after_batch`; returns how many."""
+    """Give back what the run claimed for batches beyond `after_batch`; returns how many.
+
+    Their rewards go: nothing that survives was trained with them. What was dropped stays dropped.
+    """
     result = c.execute(
         table.update()
         .where(table.c.run == run, table.c.use == "claimed", table.c.batch > after_batch)
-        .values(use="labelled", used_at=None, run=None, batch=None)
+        .values(use="labelled", used_at=None, run=None, batch=None, reward=None, reward_parts=None)
     )
     return result.rowcount
 
@@ -251,7 +321,7 @@ def counts(c: Connection, *, policy: str) -> InteractionCounts:
 
 
 def dropped(c: Connection, *, policy: str) -> dict[str, int]:
-    """How many rows were dropped, by reason: stale, cold, surplus."""
+    """How many rows were dropped, by reason: stale, cold, surplus, and whatever cleaning says (`drop`)."""
     query = (
         sa.select(table.c.dropped, sa.func.count())
         .where(table.c.policy == policy, table.c.use == "dropped")
@@ -341,6 +411,7 @@ def _row(one: Interaction) -> dict[str, Any]:
         "kind": "shown" if one.completion else "silent" if one.silent else "nothing",
         "use": "labelled" if verdict is not None and not untrainable else "open",
         "dropped": "",
+        "propensity": one.propensity,
     }
 
 
@@ -389,6 +460,7 @@ def _interaction(row: Row[Any]) -> Interaction:
         retained_characters=row.retained_characters,
         shown_at=row.shown_at,
         suffix_hash=row.suffix_hash,
+        propensity=row.propensity,
     )
 
 
@@ -417,6 +489,8 @@ def _sample(row: Row[Any]) -> Sample:
         completion=one.completion,
         score=one.score,
         retained_characters=one.retained_characters,
+        prompt=one.prompt,
+        arm=one.arm,
     )
 
 

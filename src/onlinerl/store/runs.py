@@ -7,9 +7,10 @@ lost a run is told by RunBusy at its next heartbeat and must not write anything 
 
 from __future__ import annotations
 
+import json
 import os
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -17,9 +18,10 @@ import sqlalchemy as sa
 from sqlalchemy.engine import Connection, Row
 
 from onlinerl.errors import Conflict, NotFound, RunBusy, SettingsError
-from onlinerl.records import RUN_TRANSITIONS, Run, RunState
+from onlinerl.records import RUN_TRANSITIONS, Run, RunState, Step
 from onlinerl.store import versions
 from onlinerl.store.schema import runs as table
+from onlinerl.store.schema import steps as steps_table
 
 LEASE = 15.0
 """Seconds after its last heartbeat in which nobody else may take a run."""
@@ -161,6 +163,23 @@ def active(c: Connection, policy: str) -> Run | None:
     """The run that has not ended, also when its process died (`alive` tells); None: there is none."""
     row = _active_row(c, policy)
     return None if row is None else _run(row)
+
+
+def add_step(c: Connection, *, run: int, batch: int, at: float, numbers: Mapping[str, float]) -> None:
+    """Keep what a batch measured. A resumed run repeats batches: the later numbers replace the earlier."""
+    key = (steps_table.c.run == run) & (steps_table.c.batch == batch)
+    values = {"at": at, "numbers": json.dumps(dict(numbers))}
+    if c.execute(steps_table.update().where(key).values(values)).rowcount == 0:
+        c.execute(steps_table.insert().values(run=run, batch=batch, **values))
+
+
+def steps(c: Connection, run: int) -> list[Step]:
+    """What the batches of a run measured, by batch; empty where there is no such run."""
+    query = sa.select(steps_table).where(steps_table.c.run == run).order_by(steps_table.c.batch)
+    return [
+        Step(run=row.run, batch=row.batch, at=row.at, numbers=json.loads(row.numbers))
+        for row in c.execute(query)
+    ]
 
 
 def alive(run: Run, now: float) -> bool:

@@ -56,9 +56,9 @@ interactions = sa.Table(
     sa.Column("shown_at", sa.Double),
     # shown, silent or nothing: what the answer is, whatever was said of it
     sa.Column("kind", sa.String(8), nullable=False),
-    # open → labelled → claimed; labelled → held | dropped
+    # open → labelled → claimed; labelled → held | dropped; claimed → dropped
     sa.Column("use", sa.String(8), nullable=False),
-    sa.Column("dropped", sa.String(16), nullable=False),  # why it was dropped: stale, cold, surplus
+    sa.Column("dropped", sa.String(16), nullable=False),  # why it was dropped, in a short word
     sa.Column("used_at", sa.Double),  # when `use` was last changed by a run
     sa.Column("run", sa.Integer),
     sa.Column("batch", sa.Integer),
@@ -69,6 +69,10 @@ interactions = sa.Table(
     sa.Column("completion_ids", sa.LargeBinary, nullable=False),  # int32, little-endian
     sa.Column("behavior_logprobs", sa.LargeBinary, nullable=False),  # float32, little-endian
     sa.Column("offsets", sa.LargeBinary, nullable=False),  # int32, little-endian
+    # Behind the long ones, since SQLite adds a column at the end, at once; elsewhere it would copy the table.
+    sa.Column("propensity", sa.Double, nullable=False, server_default=sa.text("1.0")),
+    sa.Column("reward", sa.Double),  # what it was trained with, and of what that is made up (JSON);
+    sa.Column("reward_parts", sa.Text),  # null: no surviving version was
     sa.UniqueConstraint("id", "index", name="interactions_id"),
 )
 # One each for: claim and waiting, candidates by text, drift's windows, the label rate, release.
@@ -188,6 +192,16 @@ _unfinished = runs.c.state.in_(("pending", "running", "paused"))
 sa.Index(
     "runs_one_active", runs.c.policy, unique=True, sqlite_where=_unfinished, postgresql_where=_unfinished
 )
+
+steps = sa.Table(
+    "steps",
+    metadata,
+    sa.Column("run", sa.Integer, primary_key=True, autoincrement=False),
+    sa.Column("batch", sa.Integer, primary_key=True, autoincrement=False),
+    sa.Column("at", sa.Double, nullable=False),
+    sa.Column("numbers", sa.Text, nullable=False),  # JSON: name → number; docs/metrics.md explains the names
+)
+"""What each batch of a run measured. A run that is resumed repeats batches: the last time counts."""
 
 audit = sa.Table(
     "audit",

@@ -16,7 +16,7 @@ from typing import Any, Protocol
 from tokenizers import Tokenizer
 
 from onlinerl.errors import ModelError
-from onlinerl.gateway.templates import MARKERS
+from onlinerl.text.templates import MARKERS
 
 _SEED_TOKENS = 6
 """Prompt tokens that a context-dependent decoder sees before the answer."""
