@@ -246,18 +246,21 @@ class Train(Node):
     """PPO's ε below 1."""
     clip_high: Fraction = 0.28
     """PPO's ε above 1."""
-    dual_clip: Positive = 3.0
-    """Bound of the loss for negative advantages."""
-    importance_cap: Positive = 2.0
-    """Cap C of the weight π_prox/π_behav (truncated importance sampling)."""
+    dual_clip: Positive | None = 3.0
+    """Bound of the loss for negative advantages; none: no bound."""
+    importance_cap: Positive | None = 2.0
+    """Cap C of the weight π_prox/π_behav (truncated importance sampling); none: the weight is 1, and nothing
+    corrects for the weights or the number format that sampled."""
     veto: Fraction = 1e-4
     """A sequence with a token ratio below this is left out."""
     staleness: Annotated[int, Field(ge=0)] = 2
     """Versions that may lie between sampling and training; older samples are dropped and counted."""
     baseline_decay: Fraction = 0.99
     """Forgetting of the baseline's counts, per batch."""
+    normalise: bool = True
+    """Divide a batch's advantages by their standard deviation (at least 0.1); mode `baseline` alone."""
     advantage_limit: Positive = 3.0
-    """Normalised advantages are clipped to ± this."""
+    """Advantages are clipped to ± this, after they are normalised."""
     kl_coefficient: Annotated[float, Field(ge=0)] = 0.02
     """Weight in the loss of the KL to the last promoted version (at first the run's parent); raw mode has
     none."""

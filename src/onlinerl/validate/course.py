@@ -252,6 +252,7 @@ class Course:
                 staleness=staleness,
                 limit=self.train.advantage_limit,
                 silent_expected=self.silent_seen,
+                normalise=self.train.normalise,
             )
             numbers = self.learner.step(batch, advantage, self.bands, self.step + 1)
             numbers["baseline"] = sum(self.baseline.mean(s.sample, self.tau) for s in batch) / len(batch)
