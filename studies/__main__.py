@@ -15,7 +15,7 @@ import sys
 import time
 from pathlib import Path
 
-from studies import catalogue, course, plan, workers
+from studies import catalogue, performer, plan, workers
 
 
 def main(words: list[str] | None = None) -> int:
@@ -32,6 +32,9 @@ def main(words: list[str] | None = None) -> int:
     parser.add_argument("--ranks", type=int, default=9, help="highest rank of runs that is made")
     parser.add_argument("--resume", action="store_true", help="leave out runs whose outcome is there")
     parser.add_argument("--mps", action="store_true", help="use NVIDIA's multi-process service if it is there")
+    parser.add_argument(
+        "--set", action="append", default=[], metavar="SETTING=VALUE", help="for every run, before its own"
+    )
     parser.add_argument("--small", action="store_true", help="a tiny model and few completions: a rehearsal")
     given = parser.parse_args(words)
     names = list(catalogue.NAMES) if "all" in given.studies else given.studies
@@ -66,13 +69,14 @@ def perform(given: argparse.Namespace, names: list[str]) -> int:
     done = {outcome.key: outcome.state for outcome in before if outcome.state != "failed"}
     runs = [run for run in runs if run.key not in done]
     began = time.monotonic()
-    course.lay_out(out, small=given.small)
-    (out / "machine.json").write_text(json.dumps(course.machine(given), indent=1) + "\n", encoding="utf-8")
+    performer.lay_out(out, small=given.small, every=given.set)
+    facts = performer.machine(sys.argv[1:], given.processes, given.gpus)
+    (out / "machine.json").write_text(json.dumps(facts, indent=1) + "\n", encoding="utf-8")
     print(f"{len(runs)} runs, cost {sum(run.cost for run in runs):.1f}; {len(done)} are there", flush=True)
     with workers.mps(given.mps and given.gpus > 0):
         tally = workers.work_off(
             runs,
-            prepare=course.prepare,
+            prepare=performer.prepare,
             folder=out,
             processes=given.processes,
             gpus=given.gpus,

@@ -30,7 +30,7 @@ class Run:
     save: bool = False
     """Keep the final weights in the folder `models` of the output, for runs that start from them."""
     extras: tuple[str, ...] = ()
-    """What else is measured at the end: `forgetting`, `execution`, `weights`."""
+    """What else is measured at the end, by the names in `performer.EXTRAS`."""
 
     @property
     def key(self) -> str:
@@ -48,7 +48,7 @@ class Column:
     """A column of a study's table: a metric of the outcome and how it is written."""
 
     metric: str
-    """Key in `Outcome.final`."""
+    """Key in `Outcome.final` or, with `at`, in `Outcome.extras`."""
     title: str
     form: str = ".3f"
     """Format of the number, `.1%` for shares."""
@@ -93,6 +93,8 @@ class Outcome:
     """Metrics before the first step."""
     final: Mapping[str, float] = field(default_factory=dict)
     """Metrics of the last good weights."""
+    errors: Mapping[str, float] = field(default_factory=dict)
+    """Standard errors of `final` over prompts, clustered by file."""
     curve: tuple[Mapping[str, float], ...] = ()
     """Metrics at a number of `completions`, in order."""
     extras: Mapping[str, Any] = field(default_factory=dict)

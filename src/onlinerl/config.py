@@ -393,6 +393,9 @@ class Validation(Node):
     data: Path | None = None
     """A folder of code, or a JSONL file of `prefix`, `suffix` and `middle`; default is the standard library's
     packages that the built-in model never saw."""
+    test: Path | None = None
+    """A JSONL file that the held-out prompts are taken from instead, whatever side of the split its files are
+    on; those of files that are learned from are left out."""
     shortest: Count = 1
     """Least characters of what the author wrote, without surrounding space."""
     characters: Annotated[int, Field(ge=16)] = 2048
@@ -419,6 +422,11 @@ class Validation(Node):
     """Tastes of the simulated users, in turn; the report's accept rate is theirs on average."""
     users: Count = 8
     """Simulated users; prompts go to them in turn."""
+    explore: Fraction = 0.0
+    """Share of the prompts that are sampled at temperature 1 and top-p 1, whatever `sampling` says."""
+    silent: Literal["rated", "all"] = "rated"
+    """Silent answers that are learned from: `rated` draws them at the rate at which shown ones are rated, as
+    the online system does; `all` takes each, which pays silence where verdicts are missing."""
     noise_flip: Fraction = 0.0
     """Share of the verdicts that come as their opposite."""
     noise_missing: Fraction = 0.0
@@ -434,6 +442,8 @@ class Validation(Node):
     """Steps between two points of the learning curve; 0: its ends alone."""
     evaluate_prompts: Count = 200
     """Held-out prompts of a point of the curve; the table uses all."""
+    report_temperature: Annotated[float, Field(gt=0, le=2)] | None = None
+    """Temperature of the second evaluation, beside the greedy one; default is that of `sampling`."""
     tau_report: Fraction | None = None
     """τ of the reported reward per opportunity, the same for all stages; default is half of the base's
     accept rate per opportunity. Give it to compare reports."""

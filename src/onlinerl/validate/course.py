@@ -132,6 +132,9 @@ class Course:
             if self.settings.rater == "judge"
             else UserRater(self.settings, self.name)
         )
+        given = self.settings.report_temperature
+        self.temperature = self.policy.sampling.temperature if given is None else given
+        """Of the second evaluation."""
         self.bands = Bands(self.train.guards, self.train.silence)
         self.baseline = Baseline(self.train.baseline_decay)
         self.completions = 0
@@ -152,6 +155,7 @@ class Course:
         self._pool: list[Sample] = []
         self._recent: list[Sample] = []
         self._prompts: Iterator[FimPrompt]
+        self._explorer = random.Random(f"{self.settings.seed}/explore")
 
     def close(self) -> None:
         """End the engine."""
@@ -321,15 +325,24 @@ class Course:
     # ------------------------------------------------------------------------------------ the pieces
 
     def _draw(self, prompts: int) -> list[Answer]:
+        """Answers to the next prompts, in their order."""
         sampling = self.policy.sampling
-        return self.rollouts.answers(
-            [next(self._prompts) for _ in range(prompts)],
-            self.engine_version,
-            temperature=sampling.temperature,
-            top_p=sampling.top_p,
-            max_tokens=sampling.max_tokens,
-            group=self.settings.group,
-        )
+        chosen = [next(self._prompts) for _ in range(prompts)]
+        explores = [self._explorer.random() < self.settings.explore for _ in chosen]
+        found = {
+            arm: iter(
+                self.rollouts.answers(
+                    [prompt for prompt, explored in zip(chosen, explores, strict=True) if explored is arm],
+                    self.engine_version,
+                    temperature=1.0 if arm else sampling.temperature,
+                    top_p=1.0 if arm else sampling.top_p,
+                    max_tokens=sampling.max_tokens,
+                    group=self.settings.group,
+                )
+            )
+            for arm in (False, True)
+        }
+        return [next(found[explored]) for explored in explores for _ in range(self.settings.group)]
 
     def _tau(self) -> float:
         """τ of the run: the setting, or half of what the start's completions are accepted at."""
@@ -401,7 +414,7 @@ class Course:
         with self.clock.spend("evaluation"):
             scores = {
                 "greedy": self._scores(self.test, 0.0, SHOWN),
-                "sampled": self._scores(self.test, self.policy.sampling.temperature, SHOWN),
+                "sampled": self._scores(self.test, self.temperature, SHOWN),
             }
         if not self._base_scores:
             self._base_scores = scores
@@ -436,7 +449,7 @@ class Course:
                 self.engine_version = self.step
             scores = {
                 "greedy": self._scores(prompts, 0.0),
-                "sampled": self._scores(prompts, self.policy.sampling.temperature),
+                "sampled": self._scores(prompts, self.temperature),
             }
             if before != self.step:
                 self.engine.forget(self.step)

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from onlinerl import config
@@ -46,6 +47,8 @@ def load(settings: config.Validation) -> Data:
         ]
         train, test = ([*one.prompts] for one in collections)
         account = {"skipped_files": dict(collections[0].skipped + collections[1].skipped)}
+    if settings.test is not None:
+        test = _elsewhere(settings, settings.test, {one.path for one in train if one.path})
     for name, side in (("train", train), ("test", test)):
         if not side:
             raise SettingsError(f"validation.data gives no {name} prompt")
@@ -54,3 +57,9 @@ def load(settings: config.Validation) -> Data:
 
 def _count(name: str, prompts: Sequence[FimPrompt]) -> dict[str, int]:
     return {f"{name}_prompts": len(prompts), f"{name}_files": len({one.path for one in prompts})}
+
+
+def _elsewhere(settings: config.Validation, file: Path, learned: Set[str]) -> list[FimPrompt]:
+    """Prompts of `file` that are not of files in `learned`."""
+    rows = [one for one in fim.read(file) if len(one.middle.strip()) >= settings.shortest]
+    return [one for one in rows if one.path not in learned][: settings.test_prompts]

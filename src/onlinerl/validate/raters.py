@@ -99,7 +99,7 @@ class UserRater:
             # The server labels silence by itself, while shown answers wait for somebody to rate them: drawn
             # at the label rate of the shown, as the online system draws them.
             rate = self.seen["rated"] / self.seen["shown"] if self.seen["shown"] else 1.0
-            if missing >= rate:
+            if settings.silent == "rated" and missing >= rate:
                 self.left_out["surplus silent"] += 1
                 return None
             return answer.sample(self.policy, user=user, verdict=Verdict.SILENT, source="server")

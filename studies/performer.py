@@ -1,0 +1,255 @@
+"""One run: settings from overrides, an `onlinerl.validate` course, and what of its report is kept.
+
+Also lays out once what the runs share: prompts as JSONL files, and the tiny model of a rehearsal.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from onlinerl.config import Settings, load_settings
+from onlinerl.datasets import fim
+from studies.plan import Outcome, Run
+from studies.workers import Work
+
+TRAIN, TEST = 3000, 1000
+"""Prompts to learn from and held out, as many as the seed's."""
+CHARACTERS = 1000
+"""Around the cursor: about 200 tokens of the built-in model."""
+TAU = 0.025
+"""τ of all reported rewards per opportunity, frozen before the first run: half of the base model's accepts
+per opportunity at T=1 (4.9 % of 240 held-out prompts, on two CPU cores)."""
+OTHER_TAUS = (0.0, 0.1, 0.25)
+"""τ of the further columns, since another τ is another question."""
+COMMON = (
+    "validation.data={out}/prompts/all.jsonl",
+    f"validation.train_prompts={TRAIN}",
+    f"validation.test_prompts={TEST}",
+    f"validation.characters={CHARACTERS}",
+    "validation.completions=6144",
+    "validation.evaluate_every=16",
+    "validation.evaluate_prompts=400",
+    f"validation.tau_report={TAU}",
+    "policies.tab.train.batch=64",
+    "policies.tab.train.microbatch=16384",
+    "policies.tab.sampling.max_tokens=48",
+)
+"""Settings of every run, before its own."""
+SMALL = (
+    "policies.tab.model={out}/tiny",
+    "policies.tab.train.batch=8",
+    "policies.tab.sampling.max_tokens=6",
+    "validation.train_prompts=40",
+    "validation.test_prompts=6",
+    "validation.evaluate_prompts=4",
+    "validation.evaluate_every=2",
+    "validation.completions=48",
+)
+"""Settings of a rehearsal, after the run's own."""
+
+
+def lay_out(out: Path, *, small: bool = False, every: Sequence[str] = ()) -> None:
+    """Write what the runs share into `out`; prompts and models that are there stay. `every`: settings of all
+    runs, before their own."""
+    prompts = out / "prompts"
+    prompts.mkdir(parents=True, exist_ok=True)
+    if not (prompts / "all.jsonl").exists():
+        sides = {
+            side: fim.collect(split=side, limit=limit, characters=CHARACTERS).prompts
+            for side, limit in (("train", TRAIN), ("test", TEST))
+        }
+        fim.write(prompts / "all.jsonl", [*sides["train"], *sides["test"]])
+    if small and not (out / "tiny").exists():
+        tiny_model(out / "tiny")
+    shared = {"before": [*COMMON, *every], "after": list(SMALL) if small else []}
+    (out / "settings.json").write_text(json.dumps(shared, indent=1) + "\n", encoding="utf-8")
+
+
+def halves() -> tuple[frozenset[str], frozenset[str]]:
+    """The held-out packages in two halves, in turn by name."""
+    names = sorted(fim.HELD_OUT)
+    return frozenset(names[::2]), frozenset(names[1::2])
+
+
+def prepare(out: Path) -> Work:
+    """In a worker: import what is heavy; see `workers.Prepare`."""
+    import onlinerl.validate.run  # noqa: F401 - seconds of imports, before the first run's clock starts
+
+    from transformers.utils import logging
+
+    logging.disable_progress_bar()
+    shared: dict[str, list[str]] = json.loads((out / "settings.json").read_text(encoding="utf-8"))
+    return lambda run: perform(run, out, shared)
+
+
+def settings_of(run: Run, out: Path, shared: Mapping[str, Sequence[str]]) -> Settings:
+    """The whole tree. Raises SettingsError for an override that is wrong."""
+    name = run.key.replace("/", ".").replace(" ", "_")
+    own = (
+        f"validation.name={_slug(name)}",
+        f"validation.seed={run.seed}",
+        f"policies.tab.train.seed={run.seed}",
+        "policies.tab.train.threads=1",
+    )
+    saved = (f"validation.save={saved_at(out, run.key)}",) if run.save or run.extras else ()
+    start = (f"policies.tab.model={saved_at(out, run.start)}",) if run.start is not None else ()
+    words = [*shared["before"], *own, *run.overrides, *shared["after"], *start, *saved]
+    return load_settings(None, [word.replace("{out}", str(out)) for word in words], home=out / "home")
+
+
+def saved_at(out: Path, key: str) -> Path:
+    """Where a run's final weights are kept."""
+    return out / "models" / _slug(key)
+
+
+def _slug(key: str) -> str:
+    return "".join(letter if letter.isalnum() or letter in "-_" else "." for letter in key)[-60:].strip(".")
+
+
+def perform(run: Run, out: Path, shared: Mapping[str, Sequence[str]]) -> Outcome:
+    """Make the run; errors are raised."""
+    from onlinerl.validate import run as validation
+
+    began = time.perf_counter()
+    settings = settings_of(run, out, shared)
+    saved = settings.validation.save
+    if saved is not None:
+        shutil.rmtree(saved, ignore_errors=True)  # of a command that was killed
+    tree = validation.run(settings, quiet=True)
+    found = {name: EXTRAS[name](saved, settings, run, out) for name in run.extras if saved is not None}
+    if saved is not None and not run.save:
+        shutil.rmtree(saved)
+    shutil.rmtree(settings.home / "validation" / settings.validation.name / "tensorboard", ignore_errors=True)
+    last = tree["stages"][-1]
+    return Outcome(
+        study=run.study,
+        arm=run.arm,
+        seed=run.seed,
+        state="guard" if tree["stopped_by"] else "finished",
+        message=tree["stopped_by"] or "",
+        seconds=round(time.perf_counter() - began, 2),
+        overrides=run.overrides,
+        start=means(tree["stages"][0]["metrics"]),
+        final=means(last["metrics"]),
+        errors=errors(last["metrics"]),
+        curve=tuple(
+            {"completions": point["completions"], **_only(means(point["metrics"]), CURVED)}
+            for point in tree["curve"]
+        ),
+        extras={
+            "tau": tree["tau"],
+            "steps": tree["steps"],
+            "completions": tree["completions"],
+            "left_out": tree["left_out"],
+            "spent": tree["seconds"],
+            **{f"{name}.{key}": value for name, more in found.items() for key, value in more.items()},
+        },
+    )
+
+
+CURVED = frozenset(("reward", "accept", "accept_shown", "shown", "judge/report", "characters", "similarity"))
+"""Metrics that a curve keeps."""
+
+
+def means(metrics: Mapping[str, Mapping[str, Mapping[str, float | None]]]) -> dict[str, float]:
+    """`greedy.NAME` and `sampled.NAME` of a report's stage or point; with the reward under OTHER_TAUS, which
+    is accepts − τ · shown, both per opportunity."""
+    found: dict[str, float] = {}
+    for how, numbers in metrics.items():
+        for name, one in numbers.items():
+            if one["mean"] is not None:
+                found[f"{how}.{name}"] = _short(one["mean"])
+        for tau in OTHER_TAUS:
+            accept, shown = found[f"{how}.accept"], found[f"{how}.shown"]
+            found[f"{how}.reward@{tau:g}"] = _short(accept - tau * shown)
+    return found
+
+
+def errors(metrics: Mapping[str, Mapping[str, Mapping[str, float | None]]]) -> dict[str, float]:
+    """Standard errors over prompts, clustered by file, by the same names as `means`."""
+    return {
+        f"{how}.{name}": _short(one["error"])
+        for how, numbers in metrics.items()
+        for name, one in numbers.items()
+        if one["error"] is not None
+    }
+
+
+def _only(found: Mapping[str, float], names: frozenset[str]) -> dict[str, float]:
+    return {name: value for name, value in found.items() if name.partition(".")[2] in names}
+
+
+def _short(value: float) -> float:
+    return float(f"{value:.5g}")
+
+
+# ------------------------------------------------------------------------------------------- extras
+
+
+def weights(saved: Path, settings: Settings, run: Run, out: Path) -> dict[str, float]:
+    """Whether the saved weights are numbers, and how many of their tensors are not the start's."""
+    from safetensors.torch import load_file
+
+    from onlinerl.weights.models import resolve_model
+
+    start = resolve_model(settings.policies["tab"].model)
+    after, before = (load_file(folder / "model.safetensors") for folder in (saved, start))
+    return {
+        "finite": float(all(bool(tensor.isfinite().all()) for tensor in after.values())),
+        "changed": float(sum(not after[name].equal(before[name]) for name in after)),
+    }
+
+
+EXTRAS: Mapping[str, Callable[[Path, Settings, Run, Path], Mapping[str, float]]] = {"weights": weights}
+"""What may be measured on the saved weights of a run."""
+
+
+# ------------------------------------------------------------------------------------- machine, tiny
+
+
+def machine(words: Sequence[str], processes: int, gpus: int) -> dict[str, Any]:
+    """What it runs on, without names."""
+    import platform
+
+    import torch
+
+    from onlinerl.validate.report import libraries
+
+    names = [torch.cuda.get_device_name(number) for number in range(min(gpus, torch.cuda.device_count()))]
+    return {
+        "command": " ".join(["python -m studies", *words]),
+        "gpus": names,
+        "cores": os.cpu_count(),
+        "processor": platform.machine(),
+        "processes": processes,
+        "libraries": libraries(),
+    }
+
+
+def tiny_model(folder: Path) -> Path:
+    """A random two-layer model with the built-in model's tokenizer, for rehearsals."""
+    import torch
+    from transformers import Qwen2Config, Qwen2ForCausalLM
+
+    from onlinerl.weights.models import resolve_model
+
+    source = resolve_model("fim-27m")
+    settings = json.loads((source / "config.json").read_text(encoding="utf-8"))
+    settings |= {
+        "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2,
+        "num_key_value_heads": 1,
+    }  # fmt: skip
+    settings.pop("layer_types")
+    torch.manual_seed(0)
+    model: Any = Qwen2ForCausalLM(Qwen2Config(**settings))
+    model.to(torch.bfloat16).save_pretrained(folder)
+    for file in source.iterdir():
+        if file.name.startswith("tokenizer"):
+            shutil.copyfile(file, folder / file.name)
+    return folder
