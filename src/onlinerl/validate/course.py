@@ -437,7 +437,7 @@ class Course:
         self.stages.append(made)
         if name == "base" and self.settings.evaluate_every:
             self._point()
-        self.log.event("stage", name=name, step=step, **made.summary())
+        self.log.event("stage", stage=name, step=step, **made.summary())
 
     def _point(self) -> None:
         """A point of the learning curve, of the weights as they are."""
