@@ -13,7 +13,7 @@ import httpx
 import uvicorn
 from fastapi import FastAPI
 
-from onlinerl.config import Settings
+from onlinerl.config import Settings, load_settings
 from onlinerl.errors import EngineUnavailable
 from onlinerl.gateway.app import create_app
 from onlinerl.gateway.service import Service
@@ -114,8 +114,8 @@ async def running(
     policies: Sequence[str] = ("tab",),
     codec: Codec = CODEC,
 ) -> AsyncIterator[Gateway]:
-    tree = {"home": str(home), "policies": {name: {} for name in policies}}
-    settings = Settings.model_validate(tree)
+    dotted = [override for override in overrides if override.startswith("policies.")]
+    settings = load_settings(overrides=[*(f"policies.{name}={{}}" for name in policies), *dotted], home=home)
     for override in overrides:
         name, _, value = override.partition("=")
         if name == "body_limit":

@@ -82,6 +82,7 @@ def interaction(
     temperature: float = 1.0,
     taste: Callable[[Sequence[int]], Verdict] = even,
     prefix: str = "i",
+    arm: str = "live",
 ) -> Interaction:
     """As the gateway would have kept it, with its verdict."""
     prompt, answer, logprobs = drawn
@@ -94,7 +95,7 @@ def interaction(
     now = time.time()
     silent = not shown
     return Interaction(
-        id=f"{prefix}{number:05d}", index=0, policy="tab", version=version, version_end=version, arm="live",
+        id=f"{prefix}{number:05d}", index=0, policy="tab", version=version, version_end=version, arm=arm,
         project="default", user=f"u{number % 3}", at=now - 100, finished_at=now - 99,
         prompt=" ".join(f"w{t}" for t in prompt), prompt_ids=prompt, completion=text, completion_ids=answer,
         behavior_logprobs=logprobs, offsets=tuple(offsets), temperature=temperature, top_p=1.0,

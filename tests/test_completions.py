@@ -98,6 +98,46 @@ async def test_sampling_settings_reach_the_engine(gateway: Gateway) -> None:
     assert gateway.engine.requests[-1].max_tokens == 2048 - len(ids_of("x = "))
 
 
+async def test_explored_requests_sample_at_temperature_one_and_say_so(tmp_path: Path) -> None:
+    cold = {"temperature": 0.01, "top_p": 0.5}  # as Continue sends by default
+    overrides = ("policies.tab.exploration.users=[ann]", "policies.tab.exploration.share=1")
+    async with running(tmp_path, *overrides) as gateway:
+
+        async def served(user: str, **fields: object) -> tuple[str, float, float, float]:
+            """(arm, temperature, top-p, propensity) as recorded; the engine and the header agree."""
+            reply = await gateway.complete("x = ", user=user, **fields)
+            (one,) = gateway.interactions(reply.json()["id"])
+            request = gateway.engine.requests[-1]
+            assert (request.temperature, request.top_p) == (one.temperature, one.top_p)
+            assert reply.headers["x-onlinerl-arm"] == one.arm
+            assert one.untrainable == ""
+            return one.arm, one.temperature, one.top_p, one.propensity
+
+        assert await served("ann", **cold) == ("explore", 1.0, 1.0, 1.0)
+        assert await served("ann") == ("explore", 1.0, 1.0, 1.0)
+        assert await served("bob", **cold) == ("live", 0.01, 0.5, 1.0), "did not opt in"
+        # what asks to be repeatable is served as asked
+        assert await served("ann", seed=7, **cold) == ("live", 0.01, 0.5, 1.0)
+        assert await served("ann", temperature=0) == ("live", 0.0, 1.0, 1.0)
+        assert await served("ann", model="tab@0", **cold) == ("pinned", 0.01, 0.5, 1.0)
+        streamed = await gateway.complete("x = ", user="ann", stream=True, n=2, **cold)
+        assert streamed.headers["x-onlinerl-arm"] == "explore"
+        rows = gateway.interactions(events(streamed)[0]["id"], 2)
+        assert [(row.arm, row.temperature) for row in rows] == [("explore", 1.0)] * 2
+
+
+async def test_a_share_explores_and_both_arms_record_their_propensity(tmp_path: Path) -> None:
+    overrides = ("policies.tab.exploration.users=all", "policies.tab.exploration.share=0.25")
+    async with running(tmp_path, *overrides) as gateway:
+        arms: dict[str, set[tuple[str, float, float]]] = {}
+        for user in [f"u{number}" for number in range(30)] * 2:
+            reply = await gateway.complete("x = ", user=user, temperature=0.2)
+            (one,) = gateway.interactions(reply.json()["id"])
+            arms.setdefault(user, set()).add((one.arm, one.temperature, one.propensity))
+    assert all(len(seen) == 1 for seen in arms.values()), "a user stays in an arm"
+    assert set.union(*arms.values()) == {("explore", 1.0, 0.25), ("live", 0.2, 0.75)}
+
+
 async def test_streaming_sends_one_event_a_token(gateway: Gateway) -> None:
     gateway.engine.script = says("return", " x", " +", " 1")
     reply = await gateway.complete(stream=True, stream_options={"include_usage": True})

@@ -16,6 +16,7 @@ import pytest
 import yaml
 from fastapi.routing import APIRoute
 from prometheus_client import REGISTRY
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from onlinerl.cli import cli
 from onlinerl.config import Node, Policy, Settings, load_settings
@@ -23,6 +24,7 @@ from onlinerl.gateway.app import create_app
 from onlinerl.gateway.bodies import checked
 from onlinerl.gateway.completions import CompletionRequest
 from onlinerl.gateway.feedback import NativeFeedback
+from onlinerl.store import runs
 from onlinerl.store.database import Database, Writer
 
 ROOT = Path(__file__).parents[1]
@@ -259,6 +261,45 @@ def test_the_metrics_of_the_page_are_those_of_the_code() -> None:
     assert len(known) > 15
     named = {name for page in PAGES for name in re.findall(r"\bonlinerl_[a-z_]+\b", page.read_text("utf-8"))}
     assert named == known
+
+
+def test_the_numbers_of_a_run_and_those_of_the_page_are_the_same(tmp_path: Path) -> None:
+    """Nothing is written that is not explained, and nothing explained that is not written."""
+    from onlinerl.learning.run import train
+    from tests.synthetic import fill, tiny_model  # torch is for this one only
+
+    page = (ROOT / "docs" / "metrics.md").read_text("utf-8")
+    explained = re.findall(r"^\| `([^`]+)` \|", page, re.MULTILINE)
+    assert len(set(explained)) == len(explained)
+    overrides = [
+        f"policies.tab.model={tiny_model(tmp_path / 'model')}",
+        "policies.tab.train.threads=1",
+        "policies.tab.train.batch=16",
+        "policies.tab.train.holdout=0.3",  # for the estimate at each version
+        "policies.tab.train.version_every=1",
+        "policies.tab.train.silence.floor=1",  # no show rate reaches it, so it is always looked at
+    ]
+    settings = load_settings(overrides=overrides, home=tmp_path / "home")
+    fill(settings, 20, temperature=0.1)  # too cold: dropped
+    fill(settings, 60, seed=1)
+    train(settings, "tab", max_steps=2)
+    database = Database.open(settings.database_url)
+    try:
+        with database.read() as c:
+            in_store = {name for step in runs.steps(c, 1) for name in step.numbers}
+    finally:
+        database.close()
+    board = EventAccumulator(str(settings.home / "runs" / "1" / "tensorboard"))
+    board.Reload()
+    written = set(board.Tags()["scalars"])
+    assert in_store == {name for name in written if not name.startswith("version/")}
+    patterns = {name: re.compile(re.sub("[A-Z]+", "[a-z_-]+", name)) for name in explained}
+    unexplained = {name for name in written if not any(p.fullmatch(name) for p in patterns.values())}
+    assert not unexplained, "docs/metrics.md lacks"
+    unwritten = {
+        name for name, pattern in patterns.items() if not any(pattern.fullmatch(one) for one in written)
+    }
+    assert not unwritten, "docs/metrics.md explains what no run writes"
 
 
 def test_statuses_and_events_of_feedback_are_all_explained() -> None:

@@ -8,8 +8,10 @@ import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
+import sqlalchemy as sa
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from sqlalchemy.engine import Connection
@@ -215,12 +217,30 @@ def test_dropped_samples_stay_out_whatever_is_released(c: Connection) -> None:
     interactions.drop(c, keys, reason="duplicate", run=7, now=2000.0)
     interactions.drop(c, [], reason="burst", run=7, now=2000.0)
     assert interactions.dropped(c, policy="tab") == {"duplicate": 2}
+    assert interactions.dropped(c, policy="tab", run=7) == {"duplicate": 2}
+    assert interactions.dropped(c, policy="tab", run=8) == interactions.dropped(c, policy="other") == {}
     assert interactions.rewards(c, run=7) == []  # what was dropped was not trained on
     assert interactions.release(c, run=7, after_batch=0) == 2
     assert ids(claim(c, run=9)) == ["n0", "n3"]
     assert interactions.counts(c, policy="tab").accepted == 4
     tell(c, "unlabelled", Event.ACCEPTED)
     assert ids(claim(c, run=9)) == ["unlabelled"]
+
+
+def test_drops_are_counted_from_an_index_alone(database: Database) -> None:
+    """A run counts them at every step, and may have dropped many thousands."""
+    asked: list[tuple[str, Any]] = []
+
+    @sa.event.listens_for(database._readers, "before_cursor_execute")
+    def _note(_c: Connection, _cursor: Any, statement: str, parameters: Any, *_: Any) -> None:
+        asked.append((statement, parameters))
+
+    with database.read() as c:
+        interactions.dropped(c, policy="tab", run=1)
+        interactions.dropped(c, policy="tab")
+        for statement, parameters in list(asked):
+            plan = c.exec_driver_sql(f"EXPLAIN QUERY PLAN {statement}", parameters).all()
+            assert "USING COVERING INDEX interactions_dropped" in str(plan[0])
 
 
 @pytest.mark.parametrize("reason", ["", "x" * 17])

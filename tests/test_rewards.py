@@ -243,7 +243,7 @@ def test_one_sample_on_which_the_function_fails_is_isolated() -> None:
     fine = table.score(sample(Verdict.ACCEPTED))
     assert (fine.reward, fine.fault) == (1.75, "")
     failed = table.score(replace(sample(Verdict.ACCEPTED), completion="the secret"))
-    assert failed.fault.startswith("it raised ValueError in line ")
+    assert failed.fault.startswith("rewards.function: it raised ValueError in line ")
     assert failed.fault.endswith("of picky")
     assert "secret" not in failed.fault, "what people type stays out of logs"
     assert (failed.reward, dict(failed.parts)) == (0.0, {})

@@ -243,3 +243,6 @@ def test_steps_are_kept_by_batch_and_a_repeated_batch_replaces_its_numbers(c: Co
         Step(run.id, 2, 1005.0, {"reward": -0.5}),
     ]
     assert runs.steps(c, run.id + 2) == []
+    runs.forget_steps(c, run=run.id, after_batch=1)
+    assert [step.batch for step in runs.steps(c, run.id)] == [1]
+    assert len(runs.steps(c, run.id + 1)) == 1

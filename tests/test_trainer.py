@@ -28,7 +28,7 @@ from onlinerl.learning.learner import Learner
 from onlinerl.learning.receive import lineage, oldest
 from onlinerl.learning.run import tau, train
 from onlinerl.learning.trainer import checkpoints_of
-from onlinerl.records import Run, RunState, Verdict, Version, VersionState
+from onlinerl.records import Run, RunState, Step, Verdict, Version, VersionState
 from onlinerl.store import interactions, runs, versions
 from onlinerl.store.database import Database
 from onlinerl.weights import directory
@@ -108,6 +108,51 @@ def rows(settings: Settings) -> list[sqlite3.Row]:
         connection.close()
 
 
+def kept_steps(settings: Settings, run: int = 1) -> list[Step]:
+    """What the store says that the batches of a run measured."""
+    database = Database.open(settings.database_url)
+    try:
+        with database.read() as c:
+            return runs.steps(c, run)
+    finally:
+        database.close()
+
+
+def assert_kept(settings: Settings, run: int = 1) -> None:
+    """The store has the numbers of each batch that counts, as the log has them, and the reward of each
+    sample that was trained on and of no other."""
+    logged: dict[int, dict[str, Any]] = {}
+    for one in events(settings, run):
+        if one["event"] == "resume":
+            logged = {batch: line for batch, line in logged.items() if batch <= one["batch"]}
+        elif one["event"] == "step":
+            batch = one.pop("batch")
+            logged[batch] = {name: one[name] for name in one.keys() - {"event", "at", "ids"}}
+    steps = kept_steps(settings, run)
+    assert [step.batch for step in steps] == sorted(logged)
+    for step in steps:
+        assert step.numbers == pytest.approx(logged[step.batch], rel=1e-5)
+    database = Database.open(settings.database_url)
+    try:
+        with database.read() as c:
+            rewards = interactions.rewards(c, run=run)
+    finally:
+        database.close()
+    of_batch: dict[int, list[float]] = {}
+    for kept in rewards:
+        assert sum(kept.parts.values()) == pytest.approx(kept.reward)
+        of_batch.setdefault(kept.batch, []).append(kept.reward)
+    for step in steps:
+        mean = sum(of_batch[step.batch]) / len(of_batch[step.batch])
+        assert mean == pytest.approx(step.numbers["reward"])
+        assert len(of_batch[step.batch]) == step.numbers["samples"]
+    assert [f"{kept.id}/{kept.index}" for kept in rewards] == [
+        f"{row['id']}/0"
+        for row in sorted(rows(settings), key=lambda row: (row["batch"] or 0, row["seq"]))
+        if row["use"] == "claimed" and row["run"] == run
+    ]
+
+
 def list_versions(settings: Settings) -> list[Version]:
     database = Database.open(settings.database_url)
     try:
@@ -158,7 +203,8 @@ def test_a_run_learns_a_simple_taste(settings: Settings) -> None:
     expected = (
         "kl entropy clip_fraction ess staleness baseline masked vetoed silent length show gradient_norm"
     )
-    assert {*expected.split(), "reward/accepted"} <= step.keys()
+    assert {*expected.split(), "reward/accepted", "accepted", "explored"} <= step.keys()
+    assert_kept(settings)
     board = settings.home / "runs" / "1" / "tensorboard"
     assert list(board.glob("events.out.tfevents.*"))
 
@@ -220,8 +266,16 @@ def test_nothing_to_learn_from(settings: Settings) -> None:
 def test_cold_samples_are_left_out(settings: Settings) -> None:
     fill(settings, 40)
     fill(settings, 40, seed=1, temperature=0.2)
+    fill(settings, 40, seed=2, arm="explore")
     train(settings, "tab")
     assert not [id for id in trained(settings) if id.startswith("s1-")]
+    for step, ids in zip(kept_steps(settings), events(settings, kind="step"), strict=True):
+        explored = [id for id in ids["ids"] if id.startswith("s2-")]
+        assert step.numbers["explored"] == len(explored) / step.numbers["samples"]
+    assert kept_steps(settings)[-1].numbers["explored"] == 1, "both arms are trained on"
+    cold = sum(row["dropped"] == "cold" for row in rows(settings))
+    assert cold > 0
+    assert kept_steps(settings)[-1].numbers["dropped/cold"] == cold
 
 
 def test_run_ends_when_the_held_back_reward_stops_rising(model: Path, tmp_path: Path) -> None:
@@ -272,6 +326,7 @@ def test_kill_in_mid_step_loses_nothing_and_repeats_nothing(model: Path, tmp_pat
     steps = [version.step for version in made[1:]]
     assert steps == sorted(set(steps)), "no version was made twice"
     assert steps[-1] == ended.step
+    assert_kept(settings)
 
 
 def test_kill_between_checkpoint_and_version(settings: Settings, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -582,6 +637,10 @@ def test_a_run_says_what_came_of_it_and_what_to_do_next(
     assert "it made tab@1" in made
     assert "`onlinerl versions promote 1`" in made
     assert "runs start from tab@0" in made
+    folder = settings.home / "runs" / "3"
+    assert f"its numbers are in {folder / 'log.jsonl'}" in made
+    assert f"`tensorboard --logdir {folder}`" in made
+    assert "its numbers" not in nothing
 
 
 def test_wrong_settings_exit_with_two(monkeypatch: pytest.MonkeyPatch, settings: Settings) -> None:

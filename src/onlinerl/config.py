@@ -87,6 +87,22 @@ class Sampling(Node):
     """Longest answer in tokens."""
 
 
+class Exploration(Node):
+    """Lets a share of the traffic sample at temperature 1 and top-p 1, whatever the client asked for.
+
+    What is sampled below `train.temperature_floor` teaches nothing. Explored answers are more varied, and
+    each of them more of a gamble: so users opt in.
+    """
+
+    users: Literal["none", "all"] | tuple[str, ...] = "none"
+    """Who opted in: nobody, everybody, or a list of sticky user keys."""
+    share: Fraction = 0.1
+    """Share of those who opted in that explores."""
+    unit: Literal["user", "request"] = "user"
+    """What is drawn: user: one keeps exploring or never does (requests without a user key are drawn one by
+    one); request: everybody explores now and then, which suits few users."""
+
+
 class Joins(Node):
     """How feedback finds its interaction, and how long verdicts may change."""
 
@@ -228,6 +244,19 @@ class Silence(Node):
     """Violating batches in a row after which the run halts."""
 
 
+class Lora(Node):
+    """Trains a small adapter beside the weights instead of the weights (LoRA)."""
+
+    rank: Annotated[int, Field(ge=0)] = 0
+    """Rank of the adapter's matrices; 0 trains the weights themselves."""
+    alpha: Count = 32
+    """The adapter's product is scaled by this over `rank`."""
+    targets: Literal["all-linear"] | tuple[str, ...] = "all-linear"
+    """Which linear layers get one: all below the head, or names of modules, as `[q_proj, v_proj]`."""
+    lr: Positive | None = None
+    """The adapter's learning rate; default is `train.lr`. About ten times that of full training suits."""
+
+
 class Train(Node):
     """The trainer: critic-free clipped PPO on the tokens that were served."""
 
@@ -286,7 +315,9 @@ class Train(Node):
     temperature_floor: Positive = 0.3
     """Interactions sampled colder than this are not trained on: their ratio is noise."""
     seed: int = 0
-    """Seed of the data order."""
+    """Seed of the data order, and of a new adapter."""
+    lora: Lora = Lora()
+    """Trains an adapter instead of the weights."""
     guards: Guards = Guards()
     """Bands that a step must keep."""
     silence: Silence = Silence()
@@ -355,6 +386,8 @@ class Policy(Node):
     """Its engines."""
     sampling: Sampling = Sampling()
     """Defaults of its requests."""
+    exploration: Exploration = Exploration()
+    """Who samples at temperature 1."""
     joins: Joins = Joins()
     """How feedback finds its interactions."""
     rewards: Rewards = Rewards()
@@ -432,7 +465,7 @@ class Validation(Node):
     noise_missing: Fraction = 0.0
     """Share of the shown answers that nobody rates."""
     noise_timeout: Fraction = 0.0
-    """Share of the shown answers that nobody gets round to: they come as timeouts, whatever they are worth."""
+    """Share of the shown answers that nobody gets round to: they come as timeouts, whatever their worth."""
     quantise: Literal["none", "int8"] = "none"
     """int8: the engine's linear layers are rounded to 255 levels for each output channel, as a quantised
     engine's are; the trainer's are not."""
@@ -594,9 +627,10 @@ def reference() -> str:
         "are dotted, `policies.tab.train.lr=2e-6`, and win over the file. Unknown names are refused.",
         "Each policy has a branch of its own under `policies`; without a file there is one, named `tab`.",
     ]
-    queue: list[tuple[str, type[Node]]] = [("", Settings)]
+    queue: list[tuple[str, Node]] = [("", Settings())]
     while queue:
-        path, node = queue.pop(0)
+        path, branch = queue.pop(0)
+        node = type(branch)
         intro = " ".join((node.__doc__ or "").split())
         parts += [
             "",
@@ -608,15 +642,15 @@ def reference() -> str:
             "|---|---|---|",
         ]
         for name, item in node.model_fields.items():
-            where = f"{path}.{name}" if path else name
+            where, value = f"{path}.{name}" if path else name, getattr(branch, name)
             if name == "policies":
-                queue.append(("policies.NAME", Policy))
+                queue.append(("policies.NAME", Policy()))
                 default = "one policy, `tab`"
-            elif isinstance(item.default, Node):
-                queue.append((where, type(item.default)))
+            elif isinstance(value, Node):
+                queue.append((where, value))
                 default = f"[below](#{where.replace('.', '').lower()})"
             else:
-                shown = str(item.default) if isinstance(item.default, Path) else item.default
+                shown = str(value) if isinstance(value, Path) else value
                 default = f"`{yaml.safe_dump(shown, default_flow_style=True).splitlines()[0]}`"
                 if isinstance(shown, tuple):
                     default = f"`{list(shown)}`"

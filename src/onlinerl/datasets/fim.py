@@ -25,6 +25,7 @@ from typing import Literal
 from rich.console import Console
 from rich.progress import track
 
+from onlinerl.datasets.sources import generated, minified
 from onlinerl.errors import SettingsError
 
 Split = Literal["train", "test", "all"]
@@ -66,11 +67,6 @@ HELD_OUT = frozenset(
 
 LARGEST_FILE = 400_000
 """Bytes; larger files are tables or bundles, not what people type."""
-LONGEST_LINE = 1_000
-"""Characters; files with longer lines are minified or data."""
-GENERATED = re.compile(
-    r"do not edit|auto-?generated|generated (?:by|from|automatically)|@generated", re.IGNORECASE
-)
 MARKERS = re.compile(r"<\|(?:fim_|endoftext|repo_name|file_sep|im_start|im_end)")
 """A file that holds the prompt's own markers would change the prompt's meaning."""
 LONGEST_MIDDLE = 400
@@ -227,10 +223,9 @@ def _read(path: Path) -> tuple[str, str]:
         return "", "empty"
     if "\0" in text:
         return "", "binary"
-    lines = text.split("\n")
-    if max(map(len, lines)) > LONGEST_LINE or len(text) / len(lines) > 120:
+    if minified(text):
         return "", "minified"
-    if GENERATED.search("\n".join(lines[:20])):
+    if generated(text):
         return "", "generated"
     if MARKERS.search(text):
         return "", "holds FIM markers"

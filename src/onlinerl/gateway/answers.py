@@ -256,6 +256,7 @@ class Answer:
             label=ask.label,
             untrainable=untrainable,
             suffix_hash=self.prompt.suffix_hash,
+            propensity=ask.route.propensity,
         )
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Annotated, Any
 
 from pydantic import BaseModel, ConfigDict, Field
@@ -12,10 +13,11 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from onlinerl.errors import RequestError
+from onlinerl.experiments.assignment import EXPLORE, LIVE, exploration
 from onlinerl.gateway.answers import Answer, Ask, Prompt, new_id
 from onlinerl.gateway.bodies import checked, read_json, sticky
 from onlinerl.gateway.replies import Stream, Whole
-from onlinerl.gateway.service import Service, Services
+from onlinerl.gateway.service import Route, Service, Services
 from onlinerl.records import text_hash
 from onlinerl.store.database import Writer
 from onlinerl.text import templates
@@ -107,17 +109,20 @@ class Completions:
             _fits(service, len(prompt.ids))
         usage = _include_usage(body)
         stops = _stops(body.stop)
+        id, user = new_id(), sticky(request.headers, body.user)
+        route = _assigned(await self._services.route(body.model), body, user, id)
+        temperature, top_p = _sampling(route, body)
         sampling = service.settings.sampling
         ask = Ask(
-            id=new_id(),
-            route=await self._services.route(body.model),
+            id=id,
+            route=route,
             at=at,
             started=started,
-            user=sticky(request.headers, body.user),
+            user=user,
             label=request.headers.get("x-project-id", "")[:256],
             max_tokens=sampling.max_tokens if body.max_tokens is None else body.max_tokens,
-            temperature=sampling.temperature if body.temperature is None else body.temperature,
-            top_p=sampling.top_p if body.top_p is None else body.top_p,
+            temperature=temperature,
+            top_p=top_p,
             seed=body.seed,
             stops=stops,
             top_logprobs=body.logprobs,
@@ -147,6 +152,30 @@ def _refuse(body: CompletionRequest) -> None:
         raise RequestError(
             f"best_of={body.best_of} is not supported unless it equals n={body.n}", parameter="best_of"
         )
+
+
+def _assigned(route: Route, body: CompletionRequest, user: str, id: str) -> Route:
+    """The route with the arm that the request is drawn into.
+
+    One that asks to be repeatable is never explored: it pins a version, gives a seed, or asks for temperature
+    0 itself. A low temperature alone is a client's habit (Continue sends 0.01), and asks for no such thing.
+    """
+    if route.arm != LIVE or body.seed is not None or body.temperature == 0:
+        return route
+    service = route.service
+    drawn = exploration(service.settings.exploration, policy=service.name, user=user, request=id)
+    return replace(route, arm=drawn.arm, propensity=drawn.propensity)
+
+
+def _sampling(route: Route, body: CompletionRequest) -> tuple[float, float]:
+    """(temperature, top-p): as the request asks, else as the policy does; 1 and 1 where it explores."""
+    if route.arm == EXPLORE:
+        return 1.0, 1.0
+    default = route.service.settings.sampling
+    return (
+        default.temperature if body.temperature is None else body.temperature,
+        default.top_p if body.top_p is None else body.top_p,
+    )
 
 
 def _include_usage(body: CompletionRequest) -> bool:

@@ -8,9 +8,13 @@ from typing import Protocol
 
 from onlinerl.config import Policy
 from onlinerl.errors import EngineUnavailable, NotFound, RequestError
+from onlinerl.experiments.assignment import LIVE
 from onlinerl.records import Finish, Generation, Token
 from onlinerl.text.codec import Codec
 from onlinerl.text.templates import Template
+
+PINNED = "pinned"
+"""The arm of requests that name a version: nothing is decided for them."""
 
 
 class Generates(Protocol):
@@ -59,12 +63,14 @@ class Service:
 
 @dataclass(frozen=True, slots=True)
 class Route:
-    """Where a request goes: a policy, and the version that it starts on."""
+    """Where a request goes: a policy, the version that it starts on, and how it is sampled."""
 
     service: Service
     version: int
     arm: str
-    """`live`, or `pinned` where the client named a version."""
+    """`live`, `explore`, or `pinned` where the client named a version."""
+    propensity: float = 1.0
+    """Probability of that arm; see `experiments.assignment`."""
 
     @property
     def fingerprint(self) -> str:
@@ -126,11 +132,11 @@ class Services:
         service, pinned = self.find(model)
         if pinned is not None:
             await service.ensure(pinned)  # also where it is loaded: a version in use is not unloaded
-            return Route(service, pinned, "pinned")
+            return Route(service, pinned, PINNED)
         live = service.live()
         if live is None:
             raise EngineUnavailable(f"the policy {service.name!r} has no version loaded yet", retry_after=2.0)
-        return Route(service, live, "live")
+        return Route(service, live, LIVE)
 
     def _known(self) -> str:
         return ", ".join(repr(name) for name in self._names)

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from onlinerl import config
 from onlinerl.errors import GuardTripped
 from onlinerl.learning.losses import next_multiplier
+from onlinerl.records import Scored, Verdict
 
 VETOED = 0.5
 """Share of vetoed tokens above which the policy has left what was served: the KL, an estimate from those
@@ -20,6 +22,46 @@ WARM = 5
 """Gradient norms seen before their median says anything."""
 MEMORY = 50
 """Gradient norms that the median is taken of."""
+JUDGED = 16
+"""Accepted and refused answers, of each, from which on their mean rewards are compared."""
+APART = 6
+"""Of each, from which on it is no chance any more (1 in 924) that every accepted answer earned less than
+every refused one: a sign that a bug flipped is seen in the first batch."""
+EARNED = 256
+"""Rewards of accepted answers that are remembered, and as many of refused ones."""
+
+
+def contradicted(accepted: Sequence[float], refused: Sequence[float]) -> bool:
+    """Whether accepted answers earned less than refused ones, beyond chance.
+
+    Either all of them did (APART of each), or their mean lies under that of the refused by more than three
+    standard errors of the difference (JUDGED of each). Rewards that have nothing to do with verdicts pass.
+    """
+    fewest = min(len(accepted), len(refused))
+    if fewest >= APART and max(accepted) < min(refused):
+        return True
+    if fewest < JUDGED:
+        return False
+    error = math.sqrt(
+        statistics.variance(accepted) / len(accepted) + statistics.variance(refused) / len(refused)
+    )
+    return statistics.fmean(refused) - statistics.fmean(accepted) > 3.0 * error
+
+
+def dominance(users: Sequence[str], limit: float) -> str:
+    """Why a batch may not be learned from: one user has more than `limit` of it; "" where none has.
+
+    `users` holds the user of each sample. The user is not named: logs and messages hold no identifiers.
+    """
+    if not users:
+        return ""
+    most = max(Counter(users).values())
+    if most <= limit * len(users):
+        return ""
+    return (
+        f"trust.dominance: one user gave {most / len(users):.0%} of a batch ({most} of {len(users)} samples), more "
+        f"than {limit:.0%}: others must be heard too; set trust.owner where that user may teach alone"
+    )
 
 
 class Bands:
@@ -37,6 +79,36 @@ class Bands:
         """λ of the show rate's floor."""
         self.violations = 0
         """Batches in a row with a show rate under the floor."""
+        self.faults: list[str] = []
+        """Why the last samples got no reward; "" for those that got one."""
+        self.accepted: list[float] = []
+        """Rewards of the last accepted answers."""
+        self.refused: list[float] = []
+        """Rewards of the last answers that were rejected by hand or timed out."""
+
+    def rewards(self, batch: Sequence[Scored]) -> None:
+        """Before a batch is learned from: most samples must have a reward, and rewards must not contradict
+        the verdicts."""
+        self.faults = [*self.faults, *(scored.fault for scored in batch)][-max(ENOUGH, len(batch)) :]
+        faults = [fault for fault in self.faults if fault]
+        if len(self.faults) >= ENOUGH and len(faults) > len(self.faults) / 2:
+            raise GuardTripped(
+                f"{len(faults)} of the last {len(self.faults)} samples got no reward; the last time, "
+                f"{faults[-1]}"
+            )
+        for scored in batch:
+            if scored.fault or scored.sample.silent:
+                continue
+            earned = self.accepted if scored.sample.verdict is Verdict.ACCEPTED else self.refused
+            earned.append(scored.reward)
+        self.accepted, self.refused = self.accepted[-EARNED:], self.refused[-EARNED:]
+        if self.guards.contradiction and contradicted(self.accepted, self.refused):
+            raise GuardTripped(
+                "the rewards contradict the verdicts: accepted answers earned "
+                f"{statistics.fmean(self.accepted):+.2g} on average and rejected ones "
+                f"{statistics.fmean(self.refused):+.2g}: look at rewards.function and rewards.weights "
+                "(guards.contradiction)"
+            )
 
     def gradient(self, norm: float, loss: float) -> None:
         """Before an optimiser step. A NaN must not reach the weights."""
@@ -121,6 +193,9 @@ class Bands:
             "norms": self.norms,
             "multiplier": self.multiplier,
             "violations": self.violations,
+            "faults": self.faults,
+            "accepted": self.accepted,
+            "refused": self.refused,
         }
 
     def restore(self, state: Mapping[str, Any]) -> None:
@@ -130,3 +205,6 @@ class Bands:
         self.norms = list(state["norms"])
         self.multiplier = state["multiplier"]
         self.violations = state["violations"]
+        self.faults = list(state["faults"])
+        self.accepted = list(state["accepted"])
+        self.refused = list(state["refused"])

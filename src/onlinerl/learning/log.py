@@ -1,9 +1,13 @@
-"""What a run leaves behind for people: log.jsonl, TensorBoard, a progress bar. No prompts, no answers."""
+"""What a run leaves behind in its folder and on the terminal: log.jsonl, TensorBoard, a progress bar.
+
+No prompts, no answers. The store has the same numbers (`runs.add_step`); docs/metrics.md explains them.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import json
+import math
 import os
 import sys
 import time
@@ -64,7 +68,9 @@ class RunLog:
         self.event("step", batch=batch, **rounded, ids=ids)
         self.scalars(batch, numbers)
         if self._progress is not None and self._task is not None:
-            note = f"step {batch}  reward {numbers['reward']:+.3f}  kl {numbers['kl']:.4f}"
+            # A batch of which nothing was usable has neither.
+            reward, kl = numbers.get("reward", math.nan), numbers.get("kl", math.nan)
+            note = f"step {batch}  reward {reward:+.3f}  kl {kl:.4f}"
             self._progress.update(self._task, completed=batch, note=note)
 
     def scalars(self, batch: int, numbers: Mapping[str, float]) -> None:

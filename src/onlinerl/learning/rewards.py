@@ -139,7 +139,7 @@ class RewardTable:
         if self.function is not None:
             numbers, fault = _ask(self.function, sample)
             if fault:
-                return Scored(sample, 0.0, fault=fault)
+                return Scored(sample, 0.0, fault=f"rewards.function: {fault}")
             parts |= {name: self.weight(name) * number for name, number in numbers.items()}
         reward = sum(parts.values())
         if not math.isfinite(reward):
@@ -197,8 +197,8 @@ def check_function(function: RewardFunction, name: str = "") -> frozenset[str]:
         if fault or again != numbers:
             raise SettingsError(
                 f"rewards.function {name}: for the same sample, one that is {sample.verdict.value}, it "
-                f"first returned {_shown(numbers)} and then {fault or _shown(again)}: it must not depend on chance, "
-                "time or what it was asked before"
+                f"first returned {_shown(numbers)} and then {fault or _shown(again)}: it must not depend on "
+                "chance, time or what it was asked before"
             )
         if names is not None and names != numbers.keys():
             raise SettingsError(

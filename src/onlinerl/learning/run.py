@@ -31,7 +31,8 @@ from onlinerl.weights import directory
 from onlinerl.weights.models import resolve_model
 
 LEFT_OUT = {
-    "cold": "answers sampled below train.temperature_floor",
+    "cold": "answers sampled below train.temperature_floor: let a share of the users explore "
+    "(exploration.users), or have their client sample at temperature 1",
     "stale": "answers of versions that are too old (train.staleness)",
     "surplus": "silent answers beyond the share of shown ones that were rated",
 }
@@ -88,6 +89,11 @@ def outcome(settings: config.Settings, run: Run) -> list[str]:
             live = versions.live(c, run.policy)
     finally:
         database.close()
+    folder = run_folder(settings, run.id)
+    numbers = (
+        f"its numbers are in {folder / 'log.jsonl'}; `tensorboard --logdir {folder}` shows them, and "
+        "docs/metrics.md tells what each says"
+    )
     if made:
         last = made[-1]
         lines = [f"it made {', '.join(one.name for one in made)}"]
@@ -97,9 +103,9 @@ def outcome(settings: config.Settings, run: Run) -> list[str]:
                 f"{last.name} is a candidate: `onlinerl versions promote {last.id}{policy}`, with the same "
                 f"-c and --home, makes it live; until then runs start from {live.name}"
             )
-        return lines
+        return [*lines, numbers]
     if run.step:
-        return ["it made no version"]
+        return ["it made no version", numbers]
     lines = [
         "there was nothing to learn from: answers must be asked for and rated first (POST /v1/feedback, or "
         "`onlinerl simulate`)"
@@ -159,6 +165,7 @@ def _work(
         trainer.prepare(checkpoint)
         with control.database.write() as c:
             interactions.release(c, run=run.id, after_batch=trainer.batch)
+            runs.forget_steps(c, run=run.id, after_batch=trainer.batch)
         log.event(
             "resume" if resumed else "start",
             run=run.id,

@@ -28,6 +28,7 @@ from sqlalchemy.engine import Connection, Row
 
 from onlinerl.records import FinishReason, Interaction, Sample, Verdict, text_hash
 from onlinerl.store import feedback, tallies
+from onlinerl.store.schema import DROPPED
 from onlinerl.store.schema import interactions as table
 
 RATE_WINDOW = 1000
@@ -320,14 +321,12 @@ def counts(c: Connection, *, policy: str) -> InteractionCounts:
     return InteractionCounts(**totals, waiting=waiting)
 
 
-def dropped(c: Connection, *, policy: str) -> dict[str, int]:
-    """How many rows were dropped, by reason: stale, cold, surplus, and whatever cleaning says (`drop`)."""
-    query = (
-        sa.select(table.c.dropped, sa.func.count())
-        .where(table.c.policy == policy, table.c.use == "dropped")
-        .group_by(table.c.dropped)
-    )
-    return {str(row[0]): int(row[1]) for row in c.execute(query)}
+def dropped(c: Connection, *, policy: str, run: int | None = None) -> dict[str, int]:
+    """How many rows were dropped (by one run), by reason: stale, cold, surplus, and what cleaning says."""
+    query = sa.select(table.c.dropped, sa.func.count()).where(table.c.policy == policy, DROPPED)
+    if run is not None:
+        query = query.where(table.c.run == run)
+    return {str(row[0]): int(row[1]) for row in c.execute(query.group_by(table.c.dropped))}
 
 
 def report(c: Connection, *, policy: str) -> list[VersionCounts]:

@@ -173,6 +173,11 @@ def add_step(c: Connection, *, run: int, batch: int, at: float, numbers: Mapping
         c.execute(steps_table.insert().values(run=run, batch=batch, **values))
 
 
+def forget_steps(c: Connection, *, run: int, after_batch: int) -> None:
+    """Take back the numbers of batches beyond `after_batch`: a resumed run may never come to them again."""
+    c.execute(steps_table.delete().where(steps_table.c.run == run, steps_table.c.batch > after_batch))
+
+
 def steps(c: Connection, run: int) -> list[Step]:
     """What the batches of a run measured, by batch; empty where there is no such run."""
     query = sa.select(steps_table).where(steps_table.c.run == run).order_by(steps_table.c.batch)

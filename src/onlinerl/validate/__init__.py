@@ -1,1 +1,1 @@
-"""Offline learning: a judge or simulated users instead of people. Imports torch, nothing that serves or stores."""
+"""Offline learning: a judge or simulated users instead of people. Needs torch, no server and no store."""

@@ -1,8 +1,8 @@
 """`python -m onlinerl.validate [--json] [-c FILE] [--home DIR] [SETTING=VALUE]...`: one offline run.
 
-`onlinerl validate` gives the settings as JSON in the environment variable ONLINERL_SETTINGS. On a machine that has
-no more of onlinerl than this house needs, they are given as to any verb. Exit codes: 0 ended, 1 failed or stopped
-by a guard (the report is there), 2 wrong settings.
+`onlinerl validate` gives the settings as JSON in the environment variable ONLINERL_SETTINGS. On a machine
+that has no more of onlinerl's dependencies than this house needs, they are given as to any verb. Exit codes:
+0 ended, 1 failed or stopped by a guard (the report is there), 2 wrong settings.
 """
 
 from __future__ import annotations

@@ -17,14 +17,15 @@ from pathlib import Path
 
 import torch
 from torch import Tensor
+from transformers.utils import logging as transformers_logging
 
 from onlinerl import config
 from onlinerl.datasets.fim import FimPrompt
 from onlinerl.errors import GuardTripped, JudgeError, RunError, SettingsError
 from onlinerl.learning.advantages import Baseline, advantages
-from onlinerl.learning.batches import PolicyModel
+from onlinerl.learning.batches import PolicyModel, Scorer, Sibling
 from onlinerl.learning.devices import device_of, dtype_of, threads_of
-from onlinerl.learning.guards import Bands
+from onlinerl.learning.guards import Bands, dominance
 from onlinerl.learning.judges import Judge, make_judge
 from onlinerl.learning.learner import Learner
 from onlinerl.learning.log import RunLog
@@ -112,6 +113,7 @@ class Course:
         self.model = model
         self.log = log
         self.clock = Clock()
+        transformers_logging.disable_progress_bar()  # type: ignore[no-untyped-call]
         threads = threads_of(self.train)
         torch.set_num_threads(threads)
         self.device = device_of(self.train)
@@ -145,6 +147,8 @@ class Course:
         self.silent_seen = False
         """Whether the policy was silent in any batch so far."""
         self.dropped_stale = 0
+        self.faults = 0
+        """Samples on which the user's own reward function failed."""
         self.stages: list[Stage] = []
         self.curve: list[Point] = []
         self.tau = 0.0
@@ -165,10 +169,12 @@ class Course:
     # ------------------------------------------------------------------------------------ the course
 
     def go(self) -> Report:
-        """Raises OnlineRLError where nothing can be reported; what a guard or a failing judge ends is reported."""
+        """Raises OnlineRLError where there is nothing to report; a guard or a failing judge only ends it."""
         with self.clock.spend("load"):
             self.engine.read(0, self.model)
-            self.live = PolicyModel.load(self.model, self.device, self.dtype)
+            self.live = PolicyModel.load(
+                self.model, self.device, self.dtype, self.train.lora, self.train.seed
+            )
             if self.settings.quantise != "none":
                 self._replace_start()  # what was read from the folder is not rounded
             split = data.load(self.settings)
@@ -244,7 +250,14 @@ class Course:
         taken, self._pool = self._pool[: end or size], self._pool[end or size :]
         return [self.table.score(sample) for sample in taken]
 
-    def _step(self, batch: list[Scored]) -> None:
+    def _step(self, whole: list[Scored]) -> None:
+        trust = self.policy.trust
+        one_voice = "" if trust.owner else dominance([one.sample.user for one in whole], trust.dominance)
+        if one_voice:
+            raise GuardTripped(one_voice)
+        self.bands.rewards(whole)
+        batch = [one for one in whole if not one.fault]
+        self.faults += len(whole) - len(batch)
         staleness = [self._staleness(scored.sample) for scored in batch]
         self.silent_seen |= any(scored.sample.silent for scored in batch)
         with self.clock.spend("training"):
@@ -300,8 +313,10 @@ class Course:
             self.step = max(self._versions)
             self._restore(self.live, self._versions[self.step])
 
-    def _load(self, version: int) -> PolicyModel:
+    def _load(self, version: int) -> Scorer:
         """A model to compare with: one object for the first version, another for all others in turn."""
+        if self.live.adapter is not None:
+            return Sibling(self.live, self._versions[version])
         kind = "first" if version == 0 else "reference"
         if kind not in self._models:
             self._models[kind] = PolicyModel.load(self.model, self.device, self.dtype)
@@ -319,8 +334,8 @@ class Course:
         return {name: p.detach().clone() for name, p in self.live.parameters().items()}
 
     def tensors(self) -> dict[str, Tensor]:
-        """The live weights by their names in a model file."""
-        return {name: tensor.detach() for name, tensor in self.live.model.state_dict().items()}
+        """The live weights by their names in a model file, an adapter merged into them."""
+        return {name: tensor.detach() for name, tensor in self.live.weights().items()}
 
     # ------------------------------------------------------------------------------------ the pieces
 
@@ -462,8 +477,8 @@ class Course:
 
     def _report(self, steps: int, message: str, ended: str) -> Report:
         left_out = dict(self.rater.left_out)
-        if self.dropped_stale:
-            left_out["stale"] = self.dropped_stale
+        left_out |= {"stale": self.dropped_stale, "reward function failed": self.faults}
+        left_out = {reason: count for reason, count in left_out.items() if count}
         return Report(
             stages=self.stages,
             curve=self.curve,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass
 from pathlib import Path
@@ -34,19 +35,12 @@ def load(settings: config.Validation) -> Data:
         train, test = sides[False][: settings.train_prompts], sides[True][: settings.test_prompts]
         account: dict[str, Any] = {"rows": len(rows)}
     else:
-        collections = [
-            fim.collect(
-                settings.data,
-                split=split,
-                limit=limit,
-                seed=settings.seed,
-                characters=settings.characters,
-                shortest=settings.shortest,
-            )
-            for split, limit in (("train", settings.train_prompts), ("test", settings.test_prompts))
-        ]
-        train, test = ([*one.prompts] for one in collections)
-        account = {"skipped_files": dict(collections[0].skipped + collections[1].skipped)}
+        learned, held = (
+            _collect(settings, "train", settings.train_prompts),
+            _collect(settings, "test", settings.test_prompts),
+        )
+        train, test = [*learned.prompts], [*held.prompts]
+        account = {"skipped_files": dict(Counter(learned.skipped) + Counter(held.skipped))}
     if settings.test is not None:
         test = _elsewhere(settings, settings.test, {one.path for one in train if one.path})
     for name, side in (("train", train), ("test", test)):
@@ -55,11 +49,22 @@ def load(settings: config.Validation) -> Data:
     return Data(tuple(train), tuple(test), {**account, **_count("train", train), **_count("test", test)})
 
 
-def _count(name: str, prompts: Sequence[FimPrompt]) -> dict[str, int]:
-    return {f"{name}_prompts": len(prompts), f"{name}_files": len({one.path for one in prompts})}
+def _collect(settings: config.Validation, split: fim.Split, limit: int) -> fim.Collection:
+    return fim.collect(
+        settings.data,
+        split=split,
+        limit=limit,
+        seed=settings.seed,
+        characters=settings.characters,
+        shortest=settings.shortest,
+    )
 
 
 def _elsewhere(settings: config.Validation, file: Path, learned: Set[str]) -> list[FimPrompt]:
     """Prompts of `file` that are not of files in `learned`."""
     rows = [one for one in fim.read(file) if len(one.middle.strip()) >= settings.shortest]
     return [one for one in rows if one.path not in learned][: settings.test_prompts]
+
+
+def _count(name: str, prompts: Sequence[FimPrompt]) -> dict[str, int]:
+    return {f"{name}_prompts": len(prompts), f"{name}_files": len({one.path for one in prompts})}

@@ -25,9 +25,18 @@ def upgrade() -> None:
     )
     op.add_column("interactions", sa.Column("reward", sa.Double(), nullable=True))
     op.add_column("interactions", sa.Column("reward_parts", sa.Text(), nullable=True))
+    op.create_index(
+        "interactions_dropped",
+        "interactions",
+        ["policy", "run", "dropped", "use"],
+        unique=False,
+        sqlite_where=sa.text("use = 'dropped'"),
+        postgresql_where=sa.text("use = 'dropped'"),
+    )
 
 
 def downgrade() -> None:
+    op.drop_index("interactions_dropped", "interactions")
     op.drop_column("interactions", "reward_parts")
     op.drop_column("interactions", "reward")
     op.drop_column("interactions", "propensity")
