@@ -1,21 +1,18 @@
-"""95 % intervals: Student's t over seeds or users, the bootstrap over prompts' files, and when a curve
-reaches a level. Pure functions, standard library only."""
+"""95 % intervals: Student's t over seeds or users, the normal one over prompts, and when a curve reaches a
+level. Pure functions, standard library only."""
 
 from __future__ import annotations
 
 import functools
 import math
-import random
 import statistics
-from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
 LEVEL = 0.95
-RESAMPLES = 2000
 
-Over = Literal["seeds", "users", "files", "one value"]
+Over = Literal["seeds", "users", "prompts", "one value"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,8 +25,8 @@ class Interval:
     n: int
     """Independent units."""
     over: Over
-    """What varies: seeds or users (t), files of prompts (bootstrap); or nothing, then there is no interval
-    and `low` and `high` are the value itself."""
+    """What varies: seeds or users (t), one run's prompts (clustered by file), or nothing: then there is no
+    interval, and `low` and `high` are the value itself."""
 
     @staticmethod
     def example() -> Interval:
@@ -51,7 +48,7 @@ def t_quantile(freedom: float) -> float:
     >>> round(t_quantile(2), 3), round(t_quantile(4), 3), round(t_quantile(1e6), 3)
     (4.303, 2.776, 1.96)
     """
-    if freedom > 500:
+    if freedom > 500:  # infinity included
         z = statistics.NormalDist().inv_cdf((1 + LEVEL) / 2)
         return z + (z**3 + z) / (4 * freedom)
     half = math.sqrt(math.pi) / 2 * math.exp(math.lgamma(freedom / 2) - math.lgamma((freedom + 1) / 2))
@@ -94,31 +91,28 @@ def difference(one: Sequence[float], other: Sequence[float]) -> Interval:
     return Interval(middle, middle - half, middle + half, len(one) + len(other), "seeds")
 
 
-def bootstrap(
-    values: Sequence[float], clusters: Sequence[str], *, resamples: int = RESAMPLES, seed: int = 0
-) -> Interval:
-    """Mean of `values`, with the percentile bootstrap over `clusters` (prompts of one file stand or fall
-    together). Both [n]. Raises ValueError for none."""
-    if not values:
-        raise ValueError("there is nothing to average")
-    sums: dict[str, tuple[float, int]] = defaultdict(lambda: (0.0, 0))
-    for value, cluster in zip(values, clusters, strict=True):
-        total, count = sums[cluster]
-        sums[cluster] = (total + value, count + 1)
-    groups = list(sums.values())
-    middle = statistics.fmean(values)
-    if len(groups) == 1:
-        return Interval(middle, middle, middle, 1, "one value")
-    rng = random.Random(seed)
-    means = []
-    for _ in range(resamples):
-        drawn = rng.choices(groups, k=len(groups))
-        means.append(sum(total for total, _ in drawn) / sum(count for _, count in drawn))
-    means.sort()
-    tail = (1 - LEVEL) / 2
-    return Interval(
-        middle, means[int(tail * resamples)], means[int((1 - tail) * resamples) - 1], len(groups), "files"
-    )
+def of_prompts(value: float, error: float) -> Interval:
+    """One run's number with the standard error that it has over its prompts, clustered by file."""
+    half = t_quantile(math.inf) * error
+    return Interval(value, value - half, value + half, 1, "prompts")
+
+
+def value_at(curve: Sequence[tuple[float, float]], at: float) -> float:
+    """Value of a curve of (interactions, value), in order, by straight lines; before its start and after its
+    end that of the nearest point: a run that a guard stopped keeps what it had.
+
+    >>> value_at([(0, 0.0), (100, 1.0)], 50), value_at([(0, 0.0), (100, 1.0)], 300)
+    (0.5, 1.0)
+    """
+    before = curve[0]
+    for point in curve:
+        if point[0] >= at:
+            if point[0] == before[0]:
+                return point[1]
+            share = max(0.0, (at - before[0]) / (point[0] - before[0]))
+            return before[1] + share * (point[1] - before[1])
+        before = point
+    return before[1]
 
 
 def reaches(curve: Sequence[tuple[float, float]], level: float) -> float | None:

@@ -15,6 +15,8 @@ from typing import Any
 
 from onlinerl.config import Settings, load_settings
 from onlinerl.datasets import fim
+from onlinerl.datasets.fim import FimPrompt
+from studies import sabotage
 from studies.plan import Outcome, Run
 from studies.workers import Work
 
@@ -65,16 +67,33 @@ def lay_out(out: Path, *, small: bool = False, every: Sequence[str] = ()) -> Non
             for side, limit in (("train", TRAIN), ("test", TEST))
         }
         fim.write(prompts / "all.jsonl", [*sides["train"], *sides["test"]])
+        # Twice as many to learn from, since half of the packages has half of them.
+        wide = fim.collect(split="train", limit=2 * TRAIN, characters=CHARACTERS).prompts
+        held = fim.collect(split="test", limit=2 * TEST, characters=CHARACTERS).prompts
+        fim.write(prompts / "half.jsonl", [*halves(wide)[0], *halves(held)[0]])
+        fim.write(prompts / "other.jsonl", halves(held)[1][:TEST])
     if small and not (out / "tiny").exists():
         tiny_model(out / "tiny")
     shared = {"before": [*COMMON, *every], "after": list(SMALL) if small else []}
     (out / "settings.json").write_text(json.dumps(shared, indent=1) + "\n", encoding="utf-8")
 
 
-def halves() -> tuple[frozenset[str], frozenset[str]]:
-    """The held-out packages in two halves, in turn by name."""
+def package(path: str) -> str:
+    """The package that a file of the standard library belongs to, its tests included.
+
+    >>> package("json/decoder.py"), package("test/test_json/test_dump.py"), package("csv.py")
+    ('json', 'json', 'csv')
+    """
+    parts = path.removesuffix(".py").split("/")
+    return parts[1].removeprefix("test_") if parts[0] == "test" else parts[0]
+
+
+def halves(prompts: Sequence[FimPrompt]) -> tuple[list[FimPrompt], list[FimPrompt]]:
+    """Prompts of one half of the packages and of the other, in turn by the packages' names."""
     names = sorted(fim.HELD_OUT)
-    return frozenset(names[::2]), frozenset(names[1::2])
+    first = set(names[::2])
+    one = [prompt for prompt in prompts if package(prompt.path) in first]
+    return one, [prompt for prompt in prompts if package(prompt.path) not in first]
 
 
 def prepare(out: Path) -> Work:
@@ -121,11 +140,14 @@ def perform(run: Run, out: Path, shared: Mapping[str, Sequence[str]]) -> Outcome
     saved = settings.validation.save
     if saved is not None:
         shutil.rmtree(saved, ignore_errors=True)  # of a command that was killed
-    tree = validation.run(settings, quiet=True)
+    with sabotage.KINDS[run.sabotage]():
+        tree = validation.run(settings, quiet=True)
     found = {name: EXTRAS[name](saved, settings, run, out) for name in run.extras if saved is not None}
     if saved is not None and not run.save:
         shutil.rmtree(saved)
-    shutil.rmtree(settings.home / "validation" / settings.validation.name / "tensorboard", ignore_errors=True)
+    folder = settings.home / "validation" / settings.validation.name
+    log = steps(folder / "log.jsonl")
+    shutil.rmtree(folder / "tensorboard", ignore_errors=True)
     last = tree["stages"][-1]
     return Outcome(
         study=run.study,
@@ -146,8 +168,10 @@ def perform(run: Run, out: Path, shared: Mapping[str, Sequence[str]]) -> Outcome
             "tau": tree["tau"],
             "steps": tree["steps"],
             "completions": tree["completions"],
+            "last_good_step": last["step"],
             "left_out": tree["left_out"],
             "spent": tree["seconds"],
+            **log,
             **{f"{name}.{key}": value for name, more in found.items() for key, value in more.items()},
         },
     )
@@ -179,6 +203,24 @@ def errors(metrics: Mapping[str, Mapping[str, Mapping[str, float | None]]]) -> d
         for name, one in numbers.items()
         if one["error"] is not None
     }
+
+
+LOGGED = ("gradient_norm", "kl", "kl_behaviour", "entropy", "clip_fraction", "ess", "staleness", "vetoed", "multiplier")
+"""Numbers of the steps that are kept, as means and at their worst."""
+
+
+def steps(path: Path) -> dict[str, float]:
+    """`mean.NAME` and `largest.NAME` (`smallest.ess`) over the steps of a run's log."""
+    with path.open(encoding="utf-8") as file:
+        rows = [row for line in file if (row := json.loads(line))["event"] == "step"]
+    found: dict[str, float] = {}
+    for name in LOGGED:
+        values = [float(row[name]) for row in rows if row.get(name) is not None]
+        if values:
+            found[f"mean.{name}"] = _short(sum(values) / len(values))
+            worst = ("smallest", min(values)) if name in ("ess", "entropy") else ("largest", max(values))
+            found[f"{worst[0]}.{name}"] = _short(worst[1])
+    return found
 
 
 def _only(found: Mapping[str, float], names: frozenset[str]) -> dict[str, float]:

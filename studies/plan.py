@@ -18,6 +18,7 @@ class Run:
 
     study: str
     arm: str
+    """What is varied. " · " parts a label from the panel that it is drawn in."""
     seed: int
     overrides: tuple[str, ...] = ()
     """Dotted settings of `onlinerl.validate`, `name=value`."""
@@ -31,6 +32,8 @@ class Run:
     """Keep the final weights in the folder `models` of the output, for runs that start from them."""
     extras: tuple[str, ...] = ()
     """What else is measured at the end, by the names in `performer.EXTRAS`."""
+    sabotage: str = ""
+    """What goes wrong on purpose, by the names in `sabotage.KINDS`."""
 
     @property
     def key(self) -> str:
@@ -52,7 +55,8 @@ class Column:
     title: str
     form: str = ".3f"
     """Format of the number, `.1%` for shares."""
-    at: Literal["final", "extras"] = "final"
+    at: Literal["final", "gain", "extras"] = "final"
+    """The end, the end minus the start within each run, or what was measured besides."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +69,11 @@ class Study:
     runs: tuple[Run, ...]
     columns: tuple[Column, ...]
     compare: tuple[tuple[str, str], ...] = ()
-    """Pairs of arms of which the difference of every column is reported."""
+    """Pairs of arms whose difference is reported."""
+    compared: tuple[str, ...] = ()
+    """Metrics of those differences."""
+    reach: tuple[str, ...] = ()
+    """Metrics of which is told when the one's mean curve reaches the other's final level."""
     curves: tuple[str, ...] = ()
     """Metrics of the learning curves that are plotted."""
     units: Literal["seeds", "users"] = "seeds"

@@ -299,9 +299,10 @@ class Train(Node):
     """Largest gradient norm."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """Where the run computes."""
-    dtype: Literal["auto", "float32", "bfloat16"] = "auto"
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     """Number format of the matrix products (weights stay float32); auto is float32 on CPU and bfloat16 on
-    CUDA. bfloat16 helps on CPUs that have it (AVX512-BF16, AMX) and is slow on others."""
+    CUDA. bfloat16 helps on CPUs that have it (AVX512-BF16, AMX) and is slow on others. float16 has no scaling
+    of the loss: small gradients vanish in it."""
     threads: Count | None = None
     """Torch threads on CPU; default is half of the cores, at least one."""
     version_every: Count = 8
@@ -452,11 +453,9 @@ class Validation(Node):
     report_judge: Judge = Judge(kind="similarity")
     """The judge to report with; it should be another one."""
     tastes: Annotated[tuple[str, ...], Field(min_length=1)] = ("similar",)
-    """Tastes of the simulated users, in turn; the report's accept rate is theirs on average."""
+    """Tastes of the simulated users, in turn."""
     users: Count = 8
     """Simulated users; prompts go to them in turn."""
-    explore: Fraction = 0.0
-    """Share of the prompts that are sampled at temperature 1 and top-p 1, whatever `sampling` says."""
     silent: Literal["rated", "all"] = "rated"
     """Silent answers that are learned from: `rated` draws them at the rate at which shown ones are rated, as
     the online system does; `all` takes each, which pays silence where verdicts are missing."""
@@ -477,6 +476,8 @@ class Validation(Node):
     """Held-out prompts of a point of the curve; the table uses all."""
     report_temperature: Annotated[float, Field(gt=0, le=2)] | None = None
     """Temperature of the second evaluation, beside the greedy one; default is that of `sampling`."""
+    report_tastes: tuple[str, ...] = ()
+    """Tastes that the report's accept rate is of, on average; none named: those of `tastes`."""
     tau_report: Fraction | None = None
     """τ of the reported reward per opportunity, the same for all stages; default is half of the base's
     accept rate per opportunity. Give it to compare reports."""

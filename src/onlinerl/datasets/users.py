@@ -102,6 +102,11 @@ TASTES: Mapping[str, Taste] = MappingProxyType(
             "roughly what the author wrote there: accepted with probability sigmoid(12·(similarity − 0.45))",
             threshold=0.45,
         ),
+        "generous": Taste(
+            "not far from what the author wrote there: sigmoid(12·(similarity − 0.38)), which accepts a quarter of "
+            "what the built-in model shows at temperature 1",
+            threshold=0.38,
+        ),
         "short": Taste("at most 20 characters that go in the right direction", threshold=0.35, longest=20),
         "long": Taste("at least 25 characters that go in the right direction", threshold=0.35, shortest=25),
     }

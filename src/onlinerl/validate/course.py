@@ -78,7 +78,10 @@ def check(settings: config.Settings) -> None:
     """Raise SettingsError for settings that contradict each other, before anything is computed."""
     mine, policy = settings.validation, settings.policies[policy_of(settings)]
     train = policy.train
-    tastes_of(mine)
+    tastes_of(mine.tastes)
+    tastes_of(mine.report_tastes)
+    if isinstance(policy.exploration.users, tuple):
+        raise SettingsError("exploration.users: a validation explores for `all` of its users or `none`")
     if policy.sampling.temperature < train.temperature_floor:
         raise SettingsError(
             f"the sampling temperature {policy.sampling.temperature:g} is below train.temperature_floor "
@@ -128,7 +131,7 @@ class Course:
         self.runner = asyncio.Runner()
         self.judge = make_judge(self.settings.judge, folder / "judge.sqlite")
         self.report_judge = make_judge(self.settings.report_judge, folder / "report_judge.sqlite")
-        self.tastes = tastes_of(self.settings)
+        self.tastes = tastes_of(self.settings.report_tastes or self.settings.tastes)
         self.rater: Rater = (
             JudgeRater(self.judge, self.name)
             if self.settings.rater == "judge"
@@ -343,7 +346,9 @@ class Course:
         """Answers to the next prompts, in their order."""
         sampling = self.policy.sampling
         chosen = [next(self._prompts) for _ in range(prompts)]
-        explores = [self._explorer.random() < self.settings.explore for _ in chosen]
+        exploration = self.policy.exploration
+        share = exploration.share if exploration.users == "all" else 0.0
+        explores = [self._explorer.random() < share for _ in chosen]
         found = {
             arm: iter(
                 self.rollouts.answers(

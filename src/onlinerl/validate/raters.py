@@ -79,7 +79,7 @@ class UserRater:
     def __init__(self, settings: config.Validation, policy: str) -> None:
         self.settings = settings
         self.policy = policy
-        self.tastes = tastes_of(settings)
+        self.tastes = tastes_of(settings.tastes)
         self.left_out: Counter[str] = Counter()
         self.seen: Counter[str] = Counter()
         """Opportunities, accepted, shown and rated so far."""
@@ -119,9 +119,9 @@ class UserRater:
         return answer.sample(self.policy, user=user, verdict=verdict, source="native")
 
 
-def tastes_of(settings: config.Validation) -> list[Taste]:
-    """The users' tastes. Raises SettingsError for one that there is not."""
-    for name in settings.tastes:
+def tastes_of(names: Sequence[str]) -> list[Taste]:
+    """Tastes by name. Raises SettingsError for one that there is not."""
+    for name in names:
         if name not in TASTES:
             raise SettingsError(f"validation.tastes: no taste {name!r}; there are {', '.join(TASTES)}")
-    return [TASTES[name] for name in settings.tastes]
+    return [TASTES[name] for name in names]
