@@ -155,7 +155,10 @@ def ready(waiting: Sequence[Run], done: Mapping[str, State]) -> list[Run]:
 
 
 def order(runs: Iterable[Run]) -> list[Run]:
-    """The queue: by rank, then what others wait for, then the longest, else as listed."""
+    """The queue: by rank, then by study as listed, then what others wait for, then the longest."""
     listed = list(runs)
     wanted = {run.start for run in listed}
-    return sorted(listed, key=lambda run: (run.rank, run.key not in wanted, -run.cost))
+    places = {study: place for place, study in enumerate(dict.fromkeys(run.study for run in listed))}
+    return sorted(
+        listed, key=lambda run: (run.rank, places[run.study], run.key not in wanted, -run.cost)
+    )
