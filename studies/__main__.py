@@ -67,6 +67,10 @@ def perform(given: argparse.Namespace, names: list[str]) -> int:
         print(f"{out} holds outcomes of these studies already: add --resume, or another --out", file=sys.stderr)
         return 2
     done = {outcome.key: outcome.state for outcome in before if outcome.state != "failed"}
+    wanted = {run.start for run in runs if run.key not in done}
+    for run in runs:
+        if run.key in done and run.key in wanted and not performer.saved_at(out, run.key).exists():
+            del done[run.key]  # its model is not here any more, and another run starts from it
     runs = [run for run in runs if run.key not in done]
     began = time.monotonic()
     performer.lay_out(out, small=given.small, every=given.set)

@@ -5,8 +5,10 @@ Also lays out once what the runs share: prompts as JSONL files, and the tiny mod
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
+import re
 import shutil
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -16,6 +18,7 @@ from typing import Any
 from onlinerl.config import Settings, load_settings
 from onlinerl.datasets import fim
 from onlinerl.datasets.fim import FimPrompt
+from onlinerl.text import templates
 from studies import sabotage
 from studies.plan import Outcome, Run
 from studies.workers import Work
@@ -61,17 +64,15 @@ def lay_out(out: Path, *, small: bool = False, every: Sequence[str] = ()) -> Non
     runs, before their own."""
     prompts = out / "prompts"
     prompts.mkdir(parents=True, exist_ok=True)
-    if not (prompts / "all.jsonl").exists():
-        sides = {
-            side: fim.collect(split=side, limit=limit, characters=CHARACTERS).prompts
-            for side, limit in (("train", TRAIN), ("test", TEST))
-        }
-        fim.write(prompts / "all.jsonl", [*sides["train"], *sides["test"]])
-        # Twice as many to learn from, since half of the packages has half of them.
-        wide = fim.collect(split="train", limit=2 * TRAIN, characters=CHARACTERS).prompts
-        held = fim.collect(split="test", limit=2 * TEST, characters=CHARACTERS).prompts
+    if not (prompts / "other.jsonl").exists():
+        train, test = (60, 40) if small else (TRAIN, TEST)
+        # Twice as many, since half of the packages has half of them. The order is round robin over files, so
+        # that the first ones are what a smaller limit would have given.
+        wide = fim.collect(split="train", limit=2 * train, characters=CHARACTERS).prompts
+        held = fim.collect(split="test", limit=2 * test, characters=CHARACTERS).prompts
+        fim.write(prompts / "all.jsonl", [*wide[:train], *held[:test]])
         fim.write(prompts / "half.jsonl", [*halves(wide)[0], *halves(held)[0]])
-        fim.write(prompts / "other.jsonl", halves(held)[1][:TEST])
+        fim.write(prompts / "other.jsonl", halves(held)[1][:test])
     if small and not (out / "tiny").exists():
         tiny_model(out / "tiny")
     shared = {"before": [*COMMON, *every], "after": list(SMALL) if small else []}
@@ -109,9 +110,8 @@ def prepare(out: Path) -> Work:
 
 def settings_of(run: Run, out: Path, shared: Mapping[str, Sequence[str]]) -> Settings:
     """The whole tree. Raises SettingsError for an override that is wrong."""
-    name = run.key.replace("/", ".").replace(" ", "_")
     own = (
-        f"validation.name={_slug(name)}",
+        f"validation.name={_slug(run.key)}",
         f"validation.seed={run.seed}",
         f"policies.tab.train.seed={run.seed}",
         "policies.tab.train.threads=1",
@@ -128,7 +128,9 @@ def saved_at(out: Path, key: str) -> Path:
 
 
 def _slug(key: str) -> str:
-    return "".join(letter if letter.isalnum() or letter in "-_" else "." for letter in key)[-60:].strip(".")
+    """A name that a file and a report may have, unique."""
+    plain = re.sub(r"[^A-Za-z0-9]+", "-", key)[:48].strip("-")
+    return f"{plain}-{hashlib.sha256(key.encode()).hexdigest()[:8]}"
 
 
 def perform(run: Run, out: Path, shared: Mapping[str, Sequence[str]]) -> Outcome:
@@ -248,7 +250,75 @@ def weights(saved: Path, settings: Settings, run: Run, out: Path) -> dict[str, f
     }
 
 
-EXTRAS: Mapping[str, Callable[[Path, Settings, Run, Path], Mapping[str, float]]] = {"weights": weights}
+PLAIN = 300
+"""Held-out prompts whose surroundings are read from left to right."""
+
+
+def forgetting(saved: Path, settings: Settings, run: Run, out: Path) -> dict[str, float]:
+    """Left-to-right loss on held-out files and loss on what their authors wrote in the middle, in nats per
+    token, with their standard errors."""
+    from onlinerl.text.codec import Codec
+    from onlinerl.validate import forgetting as module
+
+    place = settings.validation.test or settings.validation.data
+    assert place is not None
+    most = min(PLAIN, settings.validation.test_prompts)
+    prompts = [one for one in fim.read(place) if settings.validation.test or fim.is_test(one.path)][:most]
+    codec = Codec.open(saved)
+    template = templates.find(codec.added.get)
+    assert template is not None
+    texts, groups = module.plain(prompts)
+    plain = module.left_to_right_loss(saved, codec.encode, texts, groups=groups)
+    middle = module.middle_loss(
+        saved, codec.encode, prompts, lambda one: codec.encode(template.render(one.prefix, one.suffix)),
+        stop=codec.eos_ids[0],
+    )  # fmt: skip
+    return {
+        "left_to_right": _short(plain.mean),
+        "left_to_right_error": _short(plain.standard_error),
+        "middle": _short(middle.mean),
+        "middle_error": _short(middle.standard_error),
+    }
+
+
+SITE_TEMPERATURES = (0.0, 0.2)
+SITE_TOKENS = 96
+"""Longest completion of a site: four lines."""
+
+
+def execution(saved: Path, settings: Settings, run: Run, out: Path) -> dict[str, float]:
+    """Complete the sites of `out/execution-prompts.jsonl` and write `out/execution/RUN.T.json`, for
+    `python -m onlinerl.validate.execution run` on a machine that has their tests. Without that file none."""
+    from onlinerl.validate.engine import LocalEngine
+    from onlinerl.validate.rollouts import Rollouts
+
+    file = out / "execution-prompts.jsonl"
+    if not file.exists():
+        return {"sites": 0}
+    names = [json.loads(line)["id"] for line in file.read_text(encoding="utf-8").splitlines()]
+    prompts = fim.read(file)
+    engine = LocalEngine(settings.policies["tab"].engine, batch=64, threads=1)
+    try:
+        engine.read(0, saved)
+        rollouts = Rollouts(engine, saved, "tab", seed=run.seed)
+        for temperature in SITE_TEMPERATURES:
+            answers = rollouts.answers(
+                prompts, 0, temperature=temperature, top_p=1.0, max_tokens=SITE_TOKENS, seed="site"
+            )
+            made = {name: [one.completion] for name, one in zip(names, answers, strict=True)}
+            path = out / "execution" / f"{_slug(run.key)}.T{temperature:g}.json"
+            path.parent.mkdir(exist_ok=True)
+            path.write_text(json.dumps(made, ensure_ascii=False), encoding="utf-8")
+    finally:
+        engine.stop()
+    return {"sites": len(prompts)}
+
+
+EXTRAS: Mapping[str, Callable[[Path, Settings, Run, Path], Mapping[str, float]]] = {
+    "weights": weights,
+    "forgetting": forgetting,
+    "execution": execution,
+}
 """What may be measured on the saved weights of a run."""
 
 

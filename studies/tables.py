@@ -138,7 +138,7 @@ def _curve(metric: str, outcomes: Sequence[Outcome], study: Study) -> list[Summa
     lines = [line for line in lines if line]
     grid = [at for at, _ in max(lines, key=lambda line: (line[-1][0], len(line)), default=[])]
     return [
-        {"completions": at}
+        {"completions": round(at)}
         | _written(intervals.mean([intervals.value_at(line, at) for line in lines], study.units))
         for at in grid
     ]
@@ -174,7 +174,7 @@ def _reach(study: Study, by_arm: Mapping[str, Sequence[Outcome]]) -> list[Summar
             at = intervals.reaches(line, theirs[-1]["mean"])
             rows.append({
                 "arm": one, "against": other, "metric": metric, "level": theirs[-1]["mean"],
-                "its_completions": theirs[-1]["completions"],
+                "its_completions": round(theirs[-1]["completions"]),
                 "completions": None if at is None else round(at),
             })  # fmt: skip
     return rows

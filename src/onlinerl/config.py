@@ -453,9 +453,13 @@ class Validation(Node):
     report_judge: Judge = Judge(kind="similarity")
     """The judge to report with; it should be another one."""
     tastes: Annotated[tuple[str, ...], Field(min_length=1)] = ("similar",)
-    """Tastes of the simulated users, in turn."""
+    """Tastes of the simulated users, in turn: the users of one taste are a cohort."""
     users: Count = 8
     """Simulated users; prompts go to them in turn."""
+    spread: Annotated[float, Field(ge=0, le=1)] = 0.0
+    """How far a user's own taste may lie from that of their cohort (`datasets/users.py`); 0: they share it."""
+    user: str | None = None
+    """Only this one of the users, such as `short-1`, rates, and the report's accept rate is theirs."""
     silent: Literal["rated", "all"] = "rated"
     """Silent answers that are learned from: `rated` draws them at the rate at which shown ones are rated, as
     the online system does; `all` takes each, which pays silence where verdicts are missing."""
@@ -477,7 +481,7 @@ class Validation(Node):
     report_temperature: Annotated[float, Field(gt=0, le=2)] | None = None
     """Temperature of the second evaluation, beside the greedy one; default is that of `sampling`."""
     report_tastes: tuple[str, ...] = ()
-    """Tastes that the report's accept rate is of, on average; none named: those of `tastes`."""
+    """Tastes that the report's accept rate is of, on average; none named: those of the users."""
     tau_report: Fraction | None = None
     """τ of the reported reward per opportunity, the same for all stages; default is half of the base's
     accept rate per opportunity. Give it to compare reports."""

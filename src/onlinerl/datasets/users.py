@@ -7,6 +7,7 @@ reaction, whichever server answered.
 from __future__ import annotations
 
 import difflib
+import functools
 import itertools
 import math
 import random
@@ -68,6 +69,7 @@ class Taste:
         return liked * (1 - self.noise) + (1 - liked) * self.noise
 
 
+@functools.lru_cache(maxsize=4096)  # judges and the tastes of many users ask about the same pairs in turn
 def similarity(completion: str, middle: str) -> float:
     """difflib's ratio of the two texts without trailing space, in [0, 1]; 0 for an empty completion."""
     left, right = completion.rstrip(), middle.rstrip()

@@ -34,7 +34,7 @@ from onlinerl.records import Sample, Scored, Verdict
 from onlinerl.validate import data, evaluate, warmstart
 from onlinerl.validate.engine import LocalEngine
 from onlinerl.validate.evaluate import Scores
-from onlinerl.validate.raters import JudgeRater, Rater, UserRater, tastes_of
+from onlinerl.validate.raters import JudgeRater, Rater, UserRater, reported
 from onlinerl.validate.report import Point, Report, Stage
 from onlinerl.validate.rollouts import Answer, Rollouts
 
@@ -78,8 +78,7 @@ def check(settings: config.Settings) -> None:
     """Raise SettingsError for settings that contradict each other, before anything is computed."""
     mine, policy = settings.validation, settings.policies[policy_of(settings)]
     train = policy.train
-    tastes_of(mine.tastes)
-    tastes_of(mine.report_tastes)
+    reported(mine)
     if isinstance(policy.exploration.users, tuple):
         raise SettingsError("exploration.users: a validation explores for `all` of its users or `none`")
     if policy.sampling.temperature < train.temperature_floor:
@@ -131,7 +130,7 @@ class Course:
         self.runner = asyncio.Runner()
         self.judge = make_judge(self.settings.judge, folder / "judge.sqlite")
         self.report_judge = make_judge(self.settings.report_judge, folder / "report_judge.sqlite")
-        self.tastes = tastes_of(self.settings.report_tastes or self.settings.tastes)
+        self.tastes = reported(self.settings)
         self.rater: Rater = (
             JudgeRater(self.judge, self.name)
             if self.settings.rater == "judge"
