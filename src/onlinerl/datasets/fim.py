@@ -244,26 +244,32 @@ def _places(
     numbers = [i for i, line in enumerate(lines) if line.strip() and not line.lstrip().startswith("#")]
     rng.shuffle(numbers)
     for number in numbers:
-        span = _span(lines, number, rng.choice(kinds), rng)
-        if span is None:
+        hidden = span(lines, number, rng.choice(kinds), rng)
+        if hidden is None:
             continue
-        column, last = span
+        column, last = hidden
         start, end = starts[number] + column, starts[last] + len(lines[last].rstrip())
         middle = text[start:end]
         if len(middle.strip()) < shortest or len(middle) > LONGEST_MIDDLE:
             continue
-        before = characters * 3 // 4
-        yield FimPrompt(
-            prefix=_tail(text[:start], before),
-            suffix=_head(text[end:], characters - before),
-            middle=middle,
-            path=name,
-            language="python",
-        )
+        yield prompt_at(name, text, start, end, characters)
 
 
-def _span(lines: list[str], number: int, kind: Kind, rng: random.Random) -> tuple[int, int] | None:
-    """Column of the cursor and number of the last hidden line."""
+def prompt_at(name: str, text: str, start: int, end: int, characters: int = 2048) -> FimPrompt:
+    """The prompt that hides `text[start:end]` of the Python file `name`, cut as `collect` cuts."""
+    before = characters * 3 // 4
+    return FimPrompt(
+        prefix=_tail(text[:start], before),
+        suffix=_head(text[end:], characters - before),
+        middle=text[start:end],
+        path=name,
+        language="python",
+    )
+
+
+def span(lines: list[str], number: int, kind: Kind, rng: random.Random) -> tuple[int, int] | None:
+    """Column of the cursor in line `number` and number of the last hidden line; None where that kind of
+    hole cannot be made."""
     line = lines[number].rstrip()
     indentation = len(line) - len(line.lstrip())
     if kind is Kind.REST:

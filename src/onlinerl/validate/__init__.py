@@ -1,1 +1,1 @@
-"""Offline learning: a judge or simulated users instead of people. Needs torch, no server and no store."""
+"""Offline learning: judges or simulated users instead of people, and its measures. No server, no store (torch)."""

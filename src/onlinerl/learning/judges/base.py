@@ -58,13 +58,14 @@ def closeness(completion: str, middle: str) -> float:
     """`datasets.users.similarity` of the two, in [0, 1], in bounded time.
 
     ratio = 2·M/T with M matched characters and T the length of both (difflib). Of a completion longer than
-    COMPARED, M is that of its beginning and T that of the whole.
+    COMPARED and twice the middle, M is that of its beginning and T that of the whole.
     """
-    if len(completion) <= COMPARED:
+    most = max(COMPARED, 2 * len(middle))
+    if len(completion) <= most:
         return similarity(completion, middle)
-    text, other = completion.rstrip(), len(middle.rstrip())
-    cut = text[:COMPARED].rstrip()
-    return similarity(cut, middle) * (len(cut) + other) / (len(text) + other)
+    whole, other = len(completion.rstrip()), len(middle.rstrip())
+    cut = completion[:most].rstrip()
+    return similarity(cut, middle) * (len(cut) + other) / max(whole + other, 1)
 
 
 class SimilarityJudge:

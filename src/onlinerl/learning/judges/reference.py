@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import functools
-import importlib.util
 import itertools
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 
-from tree_sitter import Language, Node, Parser
-
 from onlinerl.datasets.fim import FimPrompt
 from onlinerl.datasets.users import repeats
 from onlinerl.learning.judges.base import HIGHEST, Judgement, closeness
+from onlinerl.learning.judges.syntax import parses
 
 WEIGHTS: Mapping[str, float] = MappingProxyType(
     {"similarity": 0.4, "first_line": 0.2, "parse": 0.25, "repetition": 0.15}
@@ -24,21 +21,6 @@ reads first and takes or refuses by; counted from the cursor on, since a text is
 mistake. parse: a completion that breaks the file costs the user a repair, whatever it looks like.
 repetition: least, for it also lowers the similarity; it is there because the base model repeats (its card).
 """
-
-GRAMMARS: Mapping[str, str] = MappingProxyType(
-    {
-        "c": "tree_sitter_c",
-        "cpp": "tree_sitter_cpp",
-        "go": "tree_sitter_go",
-        "java": "tree_sitter_java",
-        "javascript": "tree_sitter_javascript",
-        "python": "tree_sitter_python",
-        "ruby": "tree_sitter_ruby",
-        "rust": "tree_sitter_rust",
-    }
-)
-"""Module of each language's grammar; only Python's is a dependency, the others are used where installed.
-A table, because the language stands in the data, and data may not name modules to import."""
 
 
 class ReferenceJudge:
@@ -113,42 +95,3 @@ def _says_again(prompt: FimPrompt, text: str) -> bool:
     below = prompt.suffix.partition("\n")[2] if not prompt.suffix.startswith("\n") else prompt.suffix
     below = below.lstrip().partition("\n")[0].strip()
     return repeats(text.strip()) or lines[0] == above != "" or lines[-1] == below != ""
-
-
-def parses(prompt: FimPrompt, completion: str) -> bool | None:
-    """Whether the joined text has no more syntax errors with the completion than with the author's middle;
-    None when no grammar of the language is installed.
-
-    Prefix and suffix are windows of a file, so that the author's own text often has errors too; those are
-    not the completion's.
-    """
-    if _parser(prompt.language) is None:
-        return None
-    return _errors(prompt.language, prompt.prefix + completion + prompt.suffix) <= _authors_errors(prompt)
-
-
-@functools.lru_cache(maxsize=4096)
-def _authors_errors(prompt: FimPrompt) -> int:
-    return _errors(prompt.language, prompt.prefix + prompt.middle + prompt.suffix)
-
-
-@functools.cache
-def _parser(language: str) -> Parser | None:
-    module = GRAMMARS.get(language)
-    if module is None or importlib.util.find_spec(module) is None:
-        return None
-    return Parser(Language(importlib.import_module(module).language()))
-
-
-def _errors(language: str, text: str) -> int:
-    """Nodes that the parser made up or could not place."""
-    parser = _parser(language)
-    assert parser is not None
-    waiting: list[Node] = [parser.parse(text.encode("utf-8", "replace")).root_node]
-    count = 0
-    while waiting:
-        node = waiting.pop()
-        count += node.is_error or node.is_missing
-        if node.has_error:
-            waiting.extend(node.children)
-    return count
