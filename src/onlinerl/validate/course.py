@@ -34,7 +34,7 @@ from onlinerl.records import Sample, Scored, Verdict
 from onlinerl.validate import data, evaluate, forgetting, warmstart
 from onlinerl.validate.engine import LocalEngine
 from onlinerl.validate.evaluate import Scores
-from onlinerl.validate.raters import JudgeRater, Rater, UserRater, check_tastes
+from onlinerl.validate.raters import JudgeRater, Rater, UserRater, reported
 from onlinerl.validate.report import Point, Report, Stage
 from onlinerl.validate.rollouts import Answer, Rollouts
 
@@ -80,7 +80,9 @@ def check(settings: config.Settings) -> None:
     """Raise SettingsError for settings that contradict each other, before anything is computed."""
     mine, policy = settings.validation, settings.policies[policy_of(settings)]
     train = policy.train
-    check_tastes(mine)
+    reported(mine)
+    if isinstance(policy.exploration.users, tuple):
+        raise SettingsError("exploration.users: a validation explores for `all` of its users or `none`")
     if policy.sampling.temperature < train.temperature_floor:
         raise SettingsError(
             f"the sampling temperature {policy.sampling.temperature:g} is below train.temperature_floor "
@@ -131,11 +133,15 @@ class Course:
         scores = settings.home / "validation" / SCORES
         self.judge = make_judge(self.settings.judge, scores)
         self.report_judge = make_judge(self.settings.report_judge, scores)
+        self.tastes = reported(self.settings)
         self.rater: Rater = (
             JudgeRater(self.judge, self.name)
             if self.settings.rater == "judge"
             else UserRater(self.settings, self.name)
         )
+        given = self.settings.report_temperature
+        self.temperature = self.policy.sampling.temperature if given is None else given
+        """Of the second evaluation."""
         self.bands = Bands(self.train.guards, self.train.silence)
         self.baseline = Baseline(self.train.baseline_decay)
         self.completions = 0
@@ -160,6 +166,7 @@ class Course:
         self._pool: list[Sample] = []
         self._recent: list[Sample] = []
         self._prompts: Iterator[FimPrompt]
+        self._explorer = random.Random(f"{self.settings.seed}/explore")
 
     def close(self) -> None:
         """End the engine."""
@@ -269,6 +276,7 @@ class Course:
                 staleness=staleness,
                 limit=self.train.advantage_limit,
                 silent_expected=self.silent_seen,
+                normalise=self.train.normalise,
             )
             numbers = self.learner.step(batch, advantage, self.bands, self.step + 1)
             numbers["baseline"] = sum(self.baseline.mean(s.sample, self.tau) for s in batch) / len(batch)
@@ -339,15 +347,26 @@ class Course:
     # ------------------------------------------------------------------------------------ the pieces
 
     def _draw(self, prompts: int) -> list[Answer]:
+        """Answers to the next prompts, in their order."""
         sampling = self.policy.sampling
-        return self.rollouts.answers(
-            [next(self._prompts) for _ in range(prompts)],
-            self.engine_version,
-            temperature=sampling.temperature,
-            top_p=sampling.top_p,
-            max_tokens=sampling.max_tokens,
-            group=self.settings.group,
-        )
+        chosen = [next(self._prompts) for _ in range(prompts)]
+        exploration = self.policy.exploration
+        share = exploration.share if exploration.users == "all" else 0.0
+        explores = [self._explorer.random() < share for _ in chosen]
+        found = {
+            arm: iter(
+                self.rollouts.answers(
+                    [prompt for prompt, explored in zip(chosen, explores, strict=True) if explored is arm],
+                    self.engine_version,
+                    temperature=1.0 if arm else sampling.temperature,
+                    top_p=1.0 if arm else sampling.top_p,
+                    max_tokens=sampling.max_tokens,
+                    group=self.settings.group,
+                )
+            )
+            for arm in (False, True)
+        }
+        return [next(found[explored]) for explored in explores for _ in range(self.settings.group)]
 
     def _tau(self) -> float:
         """τ of the run: the setting, or half of what the start's completions are accepted at."""
@@ -412,8 +431,7 @@ class Course:
             seed="held-out",
         )
         judges: dict[str, Judge] = {"train": self.judge, "report": self.report_judge}
-        tastes, others = self.settings.tastes, self.settings.other_tastes
-        scores = self.runner.run(evaluate.score(answers, tastes, judges, others=others, examples=examples))
+        scores = self.runner.run(evaluate.score(answers, self.tastes, judges, examples=examples))
         for fault in scores.faults.values():
             self.log.event("warning", batch=self.step, text=fault)
         self.faults_of_judges |= scores.faults
@@ -425,7 +443,7 @@ class Course:
         with self.clock.spend("evaluation"):
             scores = {
                 "greedy": self._scores(self.test, 0.0, SHOWN),
-                "sampled": self._scores(self.test, self.policy.sampling.temperature, SHOWN),
+                "sampled": self._scores(self.test, self.temperature, SHOWN),
             }
             losses = self._losses()
         if not self._base_scores:
@@ -477,7 +495,7 @@ class Course:
                 self.engine_version = self.step
             scores = {
                 "greedy": self._scores(prompts, 0.0),
-                "sampled": self._scores(prompts, self.policy.sampling.temperature),
+                "sampled": self._scores(prompts, self.temperature),
             }
             if before != self.step:
                 self.engine.forget(self.step)

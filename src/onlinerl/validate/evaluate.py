@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from onlinerl.datasets.fim import FimPrompt
-from onlinerl.datasets.users import TASTES, similarity
+from onlinerl.datasets.users import Taste, similarity
 from onlinerl.errors import JudgeError
 from onlinerl.learning.judges import Judge, Judgement
 from onlinerl.learning.judges.syntax import parses
@@ -67,8 +67,8 @@ class Scores:
 
     prompts: tuple[FimPrompt, ...]
     columns: Mapping[str, tuple[float, ...]]
-    """One number a prompt by name: judge/NAME, accept (chance of it), accept/TASTE, shown, exact, similarity,
-    characters, tokens, parses. NaN where there is none: the judge failed, no parser for the language."""
+    """One number a prompt by name: judge/NAME, accept (chance of it), shown, exact, similarity, characters,
+    tokens, parses. NaN where there is none: the judge failed, no parser for the language."""
     faults: Mapping[str, str] = field(default_factory=dict)
     """By judge how often it failed, and why the last time."""
     examples: tuple[tuple[str, str], ...] = field(default=(), repr=False)
@@ -114,16 +114,14 @@ class Scores:
 
 async def score(
     answers: Sequence[Answer],
-    tastes: Sequence[str],
+    tastes: Sequence[Taste],
     judges: Mapping[str, Judge],
     *,
-    others: Sequence[str] = (),
     examples: int = 0,
 ) -> Scores:
     """Score one answer to each held-out prompt.
 
-    `tastes`: names of those that `accept` is the mean of; `others`: of those that stand alone. `judges`: by
-    the name that they have in the report.
+    `tastes`: those that `accept` is the mean of. `judges`: by the name that they have in the report.
     """
     columns: dict[str, tuple[float, ...]] = {}
     faults: dict[str, str] = {}
@@ -137,16 +135,10 @@ async def score(
         if reasons:
             faults[name] = f"{judge.name} failed on {len(reasons)} of {len(pairs)}: {reasons[-1]}"
         columns[f"judge/{name}"] = tuple(math.nan if one.score is None else one.score for one in judgements)
-    accepts = {
-        name: tuple(
-            0.0 if one.silent else TASTES[name].chance(one.completion, one.prompt.middle) for one in answers
-        )
-        for name in dict.fromkeys((*tastes, *others))
-    }
-    own = [accepts[name] for name in tastes]
-    columns["accept"] = tuple(sum(chances) / len(own) for chances in zip(*own, strict=True))
-    if len(accepts) > 1:
-        columns |= {f"accept/{name}": column for name, column in accepts.items()}
+    columns["accept"] = tuple(
+        0.0 if one.silent else sum(t.chance(one.completion, one.prompt.middle) for t in tastes) / len(tastes)
+        for one in answers
+    )
     columns["shown"] = tuple(float(not one.silent) for one in answers)
     columns["exact"] = tuple(float(c.rstrip() == prompt.middle.rstrip()) for prompt, c in pairs)
     columns["similarity"] = tuple(similarity(c, prompt.middle) for prompt, c in pairs)
