@@ -11,7 +11,7 @@ from onlinerl.datasets.fim import FimPrompt
 from onlinerl.datasets.users import Taste, similarity
 from onlinerl.errors import JudgeError
 from onlinerl.learning.judges import Judge, Judgement
-from onlinerl.learning.judges.reference import parses
+from onlinerl.learning.judges.syntax import parses
 from onlinerl.validate.rollouts import Answer
 
 Z = 1.96
