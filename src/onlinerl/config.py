@@ -275,18 +275,21 @@ class Train(Node):
     """PPO's ε below 1."""
     clip_high: Fraction = 0.28
     """PPO's ε above 1."""
-    dual_clip: Positive = 3.0
-    """Bound of the loss for negative advantages."""
-    importance_cap: Positive = 2.0
-    """Cap C of the weight π_prox/π_behav (truncated importance sampling)."""
+    dual_clip: Positive | None = 3.0
+    """Bound of the loss for negative advantages; none: no bound."""
+    importance_cap: Positive | None = 2.0
+    """Cap C of the weight π_prox/π_behav (truncated importance sampling); none: the weight is 1, and nothing
+    corrects for the weights or the number format that sampled."""
     veto: Fraction = 1e-4
     """A sequence with a token ratio below this is left out."""
     staleness: Annotated[int, Field(ge=0)] = 2
     """Versions that may lie between sampling and training; older samples are dropped and counted."""
     baseline_decay: Fraction = 0.99
     """Forgetting of the baseline's counts, per batch."""
+    normalise: bool = True
+    """Divide a batch's advantages by their standard deviation (at least 0.1); mode `baseline` alone."""
     advantage_limit: Positive = 3.0
-    """Normalised advantages are clipped to ± this."""
+    """Advantages are clipped to ± this, after they are normalised."""
     kl_coefficient: Annotated[float, Field(ge=0)] = 0.02
     """Weight in the loss of the KL to the last promoted version (at first the run's parent); raw mode has
     none."""
@@ -296,9 +299,10 @@ class Train(Node):
     """Largest gradient norm."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """Where the run computes."""
-    dtype: Literal["auto", "float32", "bfloat16"] = "auto"
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     """Number format of the matrix products (weights stay float32); auto is float32 on CPU and bfloat16 on
-    CUDA. bfloat16 helps on CPUs that have it (AVX512-BF16, AMX) and is slow on others."""
+    CUDA. bfloat16 helps on CPUs that have it (AVX512-BF16, AMX) and is slow on others. float16 has no scaling
+    of the loss: small gradients vanish in it."""
     threads: Count | None = None
     """Torch threads on CPU; default is half of the cores, at least one."""
     version_every: Count = 8
@@ -423,6 +427,9 @@ class Validation(Node):
     data: Path | None = None
     """A folder of code, or a JSONL file of `prefix`, `suffix` and `middle`; default is the standard library's
     packages that the built-in model never saw."""
+    test: Path | None = None
+    """A JSONL file that the held-out prompts are taken from instead, whatever side of the split its files are
+    on; those of files that are learned from are left out."""
     shortest: Count = 1
     """Least characters of what the author wrote, without surrounding space."""
     characters: Annotated[int, Field(ge=16)] = 2048
@@ -446,9 +453,16 @@ class Validation(Node):
     report_judge: Judge = Judge(kind="similarity")
     """The judge to report with; it should be another one."""
     tastes: Annotated[tuple[str, ...], Field(min_length=1)] = ("similar",)
-    """Tastes of the simulated users, in turn; the report's accept rate is theirs on average."""
+    """Tastes of the simulated users, in turn: the users of one taste are a cohort."""
     users: Count = 8
     """Simulated users; prompts go to them in turn."""
+    spread: Annotated[float, Field(ge=0, le=1)] = 0.0
+    """How far a user's own taste may lie from that of their cohort (`datasets/users.py`); 0: they share it."""
+    user: str | None = None
+    """Only this one of the users, such as `short-1`, rates, and the report's accept rate is theirs."""
+    silent: Literal["rated", "all"] = "rated"
+    """Silent answers that are learned from: `rated` draws them at the rate at which shown ones are rated, as
+    the online system does; `all` takes each, which pays silence where verdicts are missing."""
     noise_flip: Fraction = 0.0
     """Share of the verdicts that come as their opposite."""
     noise_missing: Fraction = 0.0
@@ -464,6 +478,13 @@ class Validation(Node):
     """Steps between two points of the learning curve; 0: its ends alone."""
     evaluate_prompts: Count = 200
     """Held-out prompts of a point of the curve; the table uses all."""
+    forgetting_prompts: Annotated[int, Field(ge=0)] = 0
+    """Held-out prompts on whose files the loss from left to right is measured, and that on what the author
+    wrote there; 0: not measured."""
+    report_temperature: Annotated[float, Field(gt=0, le=2)] | None = None
+    """Temperature of the second evaluation, beside the greedy one; default is that of `sampling`."""
+    report_tastes: tuple[str, ...] = ()
+    """Tastes that the report's accept rate is of, on average; none named: those of the users."""
     tau_report: Fraction | None = None
     """τ of the reported reward per opportunity, the same for all stages; default is half of the base's
     accept rate per opportunity. Give it to compare reports."""

@@ -7,6 +7,7 @@ reaction, whichever server answered.
 from __future__ import annotations
 
 import difflib
+import functools
 import itertools
 import math
 import random
@@ -68,6 +69,7 @@ class Taste:
         return liked * (1 - self.noise) + (1 - liked) * self.noise
 
 
+@functools.lru_cache(maxsize=4096)  # judges and the tastes of many users ask about the same pairs in turn
 def similarity(completion: str, middle: str) -> float:
     """difflib's ratio of the two texts without trailing space, in [0, 1]; 0 for an empty completion."""
     left, right = completion.rstrip(), middle.rstrip()
@@ -116,6 +118,11 @@ TASTES: Mapping[str, Taste] = MappingProxyType(
         "lenient": Taste(
             "roughly what the author wrote there: accepted with probability sigmoid(12·(similarity − 0.45))",
             threshold=0.45,
+        ),
+        "generous": Taste(
+            "not far from what the author wrote there: sigmoid(12·(similarity − 0.38)), which accepts a quarter of "
+            "what the built-in model shows at temperature 1",
+            threshold=0.38,
         ),
         "short": Taste("at most 20 characters that go in the right direction", threshold=0.35, longest=20),
         "long": Taste("at least 25 characters that go in the right direction", threshold=0.35, shortest=25),

@@ -324,6 +324,7 @@ class Trainer(Worker[Scored, None]):
                 staleness=staleness,
                 limit=self.train.advantage_limit,
                 silent_expected=counts.silent > 0,
+                normalise=self.train.normalise,
             )
             numbers = self.learner.step(usable, advantage, self.bands, batch.number)
             numbers["staleness"] = sum(staleness) / len(staleness)

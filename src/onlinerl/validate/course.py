@@ -31,10 +31,10 @@ from onlinerl.learning.learner import Learner
 from onlinerl.learning.log import RunLog
 from onlinerl.learning.rewards import RewardTable, auto_tau
 from onlinerl.records import Sample, Scored, Verdict
-from onlinerl.validate import data, evaluate, warmstart
+from onlinerl.validate import data, evaluate, forgetting, warmstart
 from onlinerl.validate.engine import LocalEngine
 from onlinerl.validate.evaluate import Scores
-from onlinerl.validate.raters import JudgeRater, Rater, UserRater, tastes_of
+from onlinerl.validate.raters import JudgeRater, Rater, UserRater, reported
 from onlinerl.validate.report import Point, Report, Stage
 from onlinerl.validate.rollouts import Answer, Rollouts
 
@@ -42,6 +42,8 @@ TAU_COMPLETIONS = 128
 """Completions of the start's weights that τ under `auto` is measured on."""
 INSPECTED = 16
 """Samples on which weights are judged before they become a version."""
+SCORES = "judge-scores.jsonl"
+"""File of the LLM judges' grades, which no later run pays for again."""
 SHOWN = 8
 """Answers that the report shows for each stage."""
 
@@ -78,7 +80,9 @@ def check(settings: config.Settings) -> None:
     """Raise SettingsError for settings that contradict each other, before anything is computed."""
     mine, policy = settings.validation, settings.policies[policy_of(settings)]
     train = policy.train
-    tastes_of(mine)
+    reported(mine)
+    if isinstance(policy.exploration.users, tuple):
+        raise SettingsError("exploration.users: a validation explores for `all` of its users or `none`")
     if policy.sampling.temperature < train.temperature_floor:
         raise SettingsError(
             f"the sampling temperature {policy.sampling.temperature:g} is below train.temperature_floor "
@@ -105,7 +109,7 @@ def check(settings: config.Settings) -> None:
 class Course:
     """One offline run. `go` runs it and gives its report; the weights are then the last good ones."""
 
-    def __init__(self, settings: config.Settings, model: Path, folder: Path, log: RunLog) -> None:
+    def __init__(self, settings: config.Settings, model: Path, log: RunLog) -> None:
         self.settings = settings.validation
         self.name = policy_of(settings)
         self.policy = settings.policies[self.name]
@@ -126,14 +130,18 @@ class Course:
         )
         self.rollouts = Rollouts(self.engine, model, self.name, seed=self.settings.seed)
         self.runner = asyncio.Runner()
-        self.judge = make_judge(self.settings.judge, folder / "judge.sqlite")
-        self.report_judge = make_judge(self.settings.report_judge, folder / "report_judge.sqlite")
-        self.tastes = tastes_of(self.settings)
+        scores = settings.home / "validation" / SCORES
+        self.judge = make_judge(self.settings.judge, scores)
+        self.report_judge = make_judge(self.settings.report_judge, scores)
+        self.tastes = reported(self.settings)
         self.rater: Rater = (
             JudgeRater(self.judge, self.name)
             if self.settings.rater == "judge"
             else UserRater(self.settings, self.name)
         )
+        given = self.settings.report_temperature
+        self.temperature = self.policy.sampling.temperature if given is None else given
+        """Of the second evaluation."""
         self.bands = Bands(self.train.guards, self.train.silence)
         self.baseline = Baseline(self.train.baseline_decay)
         self.completions = 0
@@ -144,6 +152,8 @@ class Course:
         self.silent_seen = False
         """Whether the policy was silent in any batch so far."""
         self.dropped_stale = 0
+        self.faults_of_judges: dict[str, str] = {}
+        """By judge the last account of its failures in an evaluation."""
         self.faults = 0
         """Samples on which the user's own reward function failed."""
         self.stages: list[Stage] = []
@@ -156,6 +166,7 @@ class Course:
         self._pool: list[Sample] = []
         self._recent: list[Sample] = []
         self._prompts: Iterator[FimPrompt]
+        self._explorer = random.Random(f"{self.settings.seed}/explore")
 
     def close(self) -> None:
         """End the engine."""
@@ -265,6 +276,7 @@ class Course:
                 staleness=staleness,
                 limit=self.train.advantage_limit,
                 silent_expected=self.silent_seen,
+                normalise=self.train.normalise,
             )
             numbers = self.learner.step(batch, advantage, self.bands, self.step + 1)
             numbers["baseline"] = sum(self.baseline.mean(s.sample, self.tau) for s in batch) / len(batch)
@@ -335,15 +347,26 @@ class Course:
     # ------------------------------------------------------------------------------------ the pieces
 
     def _draw(self, prompts: int) -> list[Answer]:
+        """Answers to the next prompts, in their order."""
         sampling = self.policy.sampling
-        return self.rollouts.answers(
-            [next(self._prompts) for _ in range(prompts)],
-            self.engine_version,
-            temperature=sampling.temperature,
-            top_p=sampling.top_p,
-            max_tokens=sampling.max_tokens,
-            group=self.settings.group,
-        )
+        chosen = [next(self._prompts) for _ in range(prompts)]
+        exploration = self.policy.exploration
+        share = exploration.share if exploration.users == "all" else 0.0
+        explores = [self._explorer.random() < share for _ in chosen]
+        found = {
+            arm: iter(
+                self.rollouts.answers(
+                    [prompt for prompt, explored in zip(chosen, explores, strict=True) if explored is arm],
+                    self.engine_version,
+                    temperature=1.0 if arm else sampling.temperature,
+                    top_p=1.0 if arm else sampling.top_p,
+                    max_tokens=sampling.max_tokens,
+                    group=self.settings.group,
+                )
+            )
+            for arm in (False, True)
+        }
+        return [next(found[explored]) for explored in explores for _ in range(self.settings.group)]
 
     def _tau(self) -> float:
         """τ of the run: the setting, or half of what the start's completions are accepted at."""
@@ -408,15 +431,21 @@ class Course:
             seed="held-out",
         )
         judges: dict[str, Judge] = {"train": self.judge, "report": self.report_judge}
-        return self.runner.run(evaluate.score(answers, self.tastes, judges, examples=examples))
+        scores = self.runner.run(evaluate.score(answers, self.tastes, judges, examples=examples))
+        for fault in scores.faults.values():
+            self.log.event("warning", batch=self.step, text=fault)
+        self.faults_of_judges |= scores.faults
+        return scores
 
     def _stage(self, name: str, step: int, samples: int = 0) -> None:
         """Measure the engine's weights on all held-out prompts."""
+        self.log.note(f"measuring {name} on {len(self.test)} held-out prompts")
         with self.clock.spend("evaluation"):
             scores = {
                 "greedy": self._scores(self.test, 0.0, SHOWN),
-                "sampled": self._scores(self.test, self.policy.sampling.temperature, SHOWN),
+                "sampled": self._scores(self.test, self.temperature, SHOWN),
             }
+            losses = self._losses()
         if not self._base_scores:
             self._base_scores = scores
             accept = scores["sampled"].columns["accept"]
@@ -433,6 +462,7 @@ class Course:
                 for how, one in scores.items()
                 if one is not self._base_scores[how]
             },
+            losses=losses,
             examples=scores["greedy"].examples,
         )
         self.stages.append(made)
@@ -440,9 +470,24 @@ class Course:
             self._point()
         self.log.event("stage", stage=name, step=step, **made.summary())
 
+    def _losses(self) -> dict[str, forgetting.Loss]:
+        """What the live weights forgot: the losses on plain code and on the authors' middles."""
+        prompts = self.test[: self.settings.forgetting_prompts]
+        if not prompts:
+            return {}
+        codec = self.rollouts.codec
+        texts, files = forgetting.plain(prompts)
+        return {
+            "left_to_right": forgetting.left_to_right_loss(self.live, codec.encode, texts, groups=files),
+            "middle": forgetting.middle_loss(
+                self.live, codec.encode, prompts, self.rollouts.prompt_ids, stop=codec.eos_ids[0]
+            ),
+        }
+
     def _point(self) -> None:
         """A point of the learning curve, of the weights as they are."""
         prompts = self.test[: self.settings.evaluate_prompts]
+        self.log.note(f"measuring step {self.step} on {len(prompts)} held-out prompts")
         before = self.engine_version
         with self.clock.spend("evaluation"):
             if before != self.step:
@@ -450,7 +495,7 @@ class Course:
                 self.engine_version = self.step
             scores = {
                 "greedy": self._scores(prompts, 0.0),
-                "sampled": self._scores(prompts, self.policy.sampling.temperature),
+                "sampled": self._scores(prompts, self.temperature),
             }
             if before != self.step:
                 self.engine.forget(self.step)
@@ -476,6 +521,7 @@ class Course:
             ended=ended,
             left_out=left_out,
             judges={"train": self.judge.name, "report": self.report_judge.name},
+            judge_faults=self.faults_of_judges,
             data=self.account,
             seconds=self.clock.seconds,
         )

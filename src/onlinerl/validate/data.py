@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from onlinerl import config
@@ -40,6 +41,8 @@ def load(settings: config.Validation) -> Data:
         )
         train, test = [*learned.prompts], [*held.prompts]
         account = {"skipped_files": dict(Counter(learned.skipped) + Counter(held.skipped))}
+    if settings.test is not None:
+        test = _elsewhere(settings, settings.test, {one.path for one in train if one.path})
     for name, side in (("train", train), ("test", test)):
         if not side:
             raise SettingsError(f"validation.data gives no {name} prompt")
@@ -55,6 +58,12 @@ def _collect(settings: config.Validation, split: fim.Split, limit: int) -> fim.C
         characters=settings.characters,
         shortest=settings.shortest,
     )
+
+
+def _elsewhere(settings: config.Validation, file: Path, learned: Set[str]) -> list[FimPrompt]:
+    """Prompts of `file` that are not of files in `learned`."""
+    rows = [one for one in fim.read(file) if len(one.middle.strip()) >= settings.shortest]
+    return [one for one in rows if one.path not in learned][: settings.test_prompts]
 
 
 def _count(name: str, prompts: Sequence[FimPrompt]) -> dict[str, int]:

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from onlinerl import config
-from onlinerl.datasets.users import TASTES, Taste
+from onlinerl.datasets.users import TASTES, Taste, User, cohorts
 from onlinerl.errors import JudgeError, SettingsError
 from onlinerl.learning.judges import HIGHEST, Judge
 from onlinerl.records import Sample, Verdict
@@ -79,7 +79,7 @@ class UserRater:
     def __init__(self, settings: config.Validation, policy: str) -> None:
         self.settings = settings
         self.policy = policy
-        self.tastes = tastes_of(settings)
+        self.users = users_of(settings)
         self.left_out: Counter[str] = Counter()
         self.seen: Counter[str] = Counter()
         """Opportunities, accepted, shown and rated so far."""
@@ -92,36 +92,53 @@ class UserRater:
     def _rate(self, answer: Answer) -> Sample | None:
         settings = self.settings
         missing, clock, flipping, liking = (self._rng.random() for _ in range(4))
-        number = (self.seen["opportunities"] // settings.group) % settings.users
+        user = self.users[(self.seen["opportunities"] // settings.group) % len(self.users)]
         self.seen["opportunities"] += 1
-        user = f"user-{number}"
         if answer.silent:
             # The server labels silence by itself, while shown answers wait for somebody to rate them: drawn
             # at the label rate of the shown, as the online system draws them.
             rate = self.seen["rated"] / self.seen["shown"] if self.seen["shown"] else 1.0
-            if missing >= rate:
+            if settings.silent == "rated" and missing >= rate:
                 self.left_out["surplus silent"] += 1
                 return None
-            return answer.sample(self.policy, user=user, verdict=Verdict.SILENT, source="server")
+            return answer.sample(self.policy, user=user.name, verdict=Verdict.SILENT, source="server")
         self.seen["shown"] += 1
         if missing < settings.noise_missing:
             self.left_out["not rated"] += 1
             return None
         self.seen["rated"] += 1
         if clock < settings.noise_timeout:
-            return answer.sample(self.policy, user=user, verdict=Verdict.TIMEOUT, source="native")
-        taste = self.tastes[number % len(self.tastes)]
-        accepted = liking < taste.chance(answer.completion, answer.prompt.middle)
+            return answer.sample(self.policy, user=user.name, verdict=Verdict.TIMEOUT, source="native")
+        accepted = liking < user.taste.chance(answer.completion, answer.prompt.middle)
         if flipping < settings.noise_flip:
             accepted = not accepted
         self.seen["accepted"] += accepted
         verdict = Verdict.ACCEPTED if accepted else Verdict.REJECTED
-        return answer.sample(self.policy, user=user, verdict=verdict, source="native")
+        return answer.sample(self.policy, user=user.name, verdict=verdict, source="native")
 
 
-def tastes_of(settings: config.Validation) -> list[Taste]:
-    """The users' tastes. Raises SettingsError for one that there is not."""
-    for name in settings.tastes:
+def users_of(settings: config.Validation) -> tuple[User, ...]:
+    """Who rates: always the same people, whatever the seed. Raises SettingsError."""
+    tastes = dict(zip(settings.tastes, tastes_of(settings.tastes), strict=True))
+    everybody = cohorts(settings.users, tastes, 0, spread=settings.spread)
+    if settings.user is None:
+        return everybody
+    found = tuple(user for user in everybody if user.name == settings.user)
+    if not found:
+        names = ", ".join(user.name for user in everybody)
+        raise SettingsError(f"validation.user: there is no user {settings.user!r}, but {names}")
+    return found
+
+
+def reported(settings: config.Validation) -> list[Taste]:
+    """Tastes that the report's accept rate is of. Raises SettingsError."""
+    own = (user.taste for user in users_of(settings))
+    return tastes_of(settings.report_tastes) or list(dict.fromkeys(own))
+
+
+def tastes_of(names: Sequence[str]) -> list[Taste]:
+    """Tastes by name. Raises SettingsError for one that there is not."""
+    for name in names:
         if name not in TASTES:
             raise SettingsError(f"validation.tastes: no taste {name!r}; there are {', '.join(TASTES)}")
-    return [TASTES[name] for name in settings.tastes]
+    return [TASTES[name] for name in names]
