@@ -53,6 +53,21 @@ def test_mean_is_shrunk_through_the_buckets() -> None:
     assert baseline.mean(sample(A, language="go", user="u2"), 0.2) == pytest.approx(0.4 / 6)
 
 
+def test_without_normalisation_an_advantage_is_the_distance_from_the_mean() -> None:
+    batch = scored(A, R, S)  # nothing counted yet: the mean is 0
+    plain = advantages(
+        batch, mode="baseline", baseline=Baseline(), table=TABLE, staleness=[0] * 3, limit=3.0,
+        silent_expected=True, normalise=False,
+    )  # fmt: skip
+    assert plain == pytest.approx([0.8, -0.2, 0.0])
+    assert run(batch, Baseline()) == pytest.approx([a / spread([0.8, -0.2, 0.0]) for a in plain])
+
+
+def spread(values: list[float]) -> float:
+    mean = sum(values) / len(values)
+    return math.sqrt(sum((v - mean) ** 2 for v in values) / len(values))
+
+
 def test_mean_follows_tau_since_counts_are_kept_not_means() -> None:
     baseline = Baseline(decay=1.0, prior=2.0)
     baseline.update(scored(A, R, R, S), TABLE)

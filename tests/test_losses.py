@@ -49,6 +49,18 @@ def test_surrogate(ratio: float, advantage: float, loss: float, binds: bool) -> 
     assert bool(bound) is binds
 
 
+def test_a_bound_that_is_none_does_not_bind() -> None:
+    settings = LossSettings.of(Train(importance_cap=None, dual_clip=None))
+    assert settings.importance_cap is None
+    far = torch.tensor([5.0])
+    assert losses.importance_weight(far, torch.zeros(1), settings.importance_cap).item() == 1.0
+    loss, _ = losses.surrogate(
+        far, torch.zeros(1), torch.tensor([-1.0]),
+        clip_low=settings.clip_low, clip_high=settings.clip_high, dual_clip=settings.dual_clip,
+    )  # fmt: skip
+    assert loss.item() == pytest.approx(math.exp(5.0))  # with the default bound it would be 3
+
+
 def test_importance_weight_is_truncated_from_above_only() -> None:
     got = losses.importance_weight(logs(0.5, 0.3, 0.9), logs(0.5, 0.6, 0.1), 2.0)
     assert got.tolist() == pytest.approx([1.0, 0.5, 2.0])

@@ -19,7 +19,9 @@ from onlinerl.datasets.users import (
     Reaction,
     Taste,
     User,
+    cohorts,
     decide,
+    explains,
     plan,
     repeats,
     similarity,
@@ -76,6 +78,61 @@ def test_noise_flips_verdicts() -> None:
 )
 def test_repetition(text: str, expected: bool) -> None:
     assert repeats(text) is expected
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("# the rest", True),
+        ("x = 1  # first", True),
+        ("x = 1\n    #: the name", False),
+        ("x = 1\n    # Zählt mit", True),
+        ('"""Return the name.', True),
+        ("'''doc'''", True),
+        ("color = '#ffffff'", False),
+        ("# 12", False),
+        ("#", False),
+        ("a['#x']", False),
+        ("return self.name", False),
+        ('x = ""', False),
+    ],
+)
+def test_comments_and_docstrings(text: str, expected: bool) -> None:
+    assert explains(text) is expected
+
+
+def test_opposing_tastes_never_like_the_same_text() -> None:
+    texts = ["return self.value  # the value", "self.value", "x", "self.value.of_the_whole.and_more", ""]
+    for one, other in (("short", "long"), ("commented", "bare")):
+        for text in texts:
+            chances = [TASTES[name].chance(text, "return self.value") for name in (one, other)]
+            assert min(chances) == 0, (one, text)
+    assert TASTES["commented"].chance(texts[0], "whatever") == 1
+    assert TASTES["bare"].chance(texts[0], "return self.value") == 0
+    assert TASTES["bare"].chance(texts[1], "self.value") > 0.99
+
+
+def test_a_cohort_is_of_one_mind_and_of_many() -> None:
+    groups = {name: TASTES[name] for name in ("short", "long", "line", "bare")}
+    users = cohorts(80, groups, 5)
+    assert users == cohorts(80, groups, 5)
+    assert users != cohorts(80, groups, 6)
+    assert len({user.name for user in users}) == 80
+    for name, taste in groups.items():
+        mine = [user.taste for user in users if user.cohort == name]
+        assert len(mine) == 20
+        assert {(t.comments, t.single_line, t.no_repetition, t.words) for t in mine} == {
+            (taste.comments, taste.single_line, taste.no_repetition, taste.words)
+        }
+        assert all(t.shortest <= (t.longest or 1000) for t in mine)
+        if taste.threshold is not None:
+            thresholds = [t.threshold for t in mine if t.threshold is not None]
+            assert sum(thresholds) / 20 == pytest.approx(taste.threshold, abs=0.05)
+            assert len(set(thresholds)) == 20
+    lengths = [user.taste.longest for user in users if user.cohort == "short"]
+    assert len(set(lengths)) > 5
+    assert all(10 <= length <= 40 for length in lengths if length)
+    assert {u.taste for u in cohorts(4, {"long": TASTES["long"]}, 0, spread=0)} == {TASTES["long"]}
 
 
 def test_decisions_are_those_of_the_seed() -> None:

@@ -226,6 +226,17 @@ def train(settings: Settings, policy: str | None, max_steps: int | None, follow:
 
 
 @cli.command()
+@json_option
+@with_settings
+def validate(settings: Settings, as_json: bool) -> None:
+    """Learn offline, from a judge or simulated users, and measure it on held-out prompts."""
+    from onlinerl.loop import run
+
+    line = [sys.executable, "-m", "onlinerl.validate", *(["--json"] if as_json else [])]
+    os.execve(line[0], line, run.environment(settings))
+
+
+@cli.command()
 @click.option(
     "--out", type=click.Path(path_type=Path), help="Folder of demo.png and demo.json [default: the home]."
 )
@@ -304,6 +315,8 @@ def show_version(settings: Settings, version: int, policy: str | None, as_json: 
         return
     learned = manifest.data
     data = {**found.describe(), "tensors": len(manifest.tensors)}
+    if manifest.adapter_base is not None:
+        data["adapter"] = f"on {found.policy}@{manifest.adapter_base}"
     if learned.samples:
         data["learned from"] = f"{learned.samples} samples in {learned.steps} steps"
         data["asked (UTC)"] = f"{moment(learned.first_at)} to {moment(learned.last_at)}"

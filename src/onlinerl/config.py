@@ -244,6 +244,19 @@ class Silence(Node):
     """Violating batches in a row after which the run halts."""
 
 
+class Lora(Node):
+    """Trains a small adapter beside the weights instead of the weights (LoRA)."""
+
+    rank: Annotated[int, Field(ge=0)] = 0
+    """Rank of the adapter's matrices; 0 trains the weights themselves."""
+    alpha: Count = 32
+    """The adapter's product is scaled by this over `rank`."""
+    targets: Literal["all-linear"] | tuple[str, ...] = "all-linear"
+    """Which linear layers get one: all below the head, or names of modules, as `[q_proj, v_proj]`."""
+    lr: Positive | None = None
+    """The adapter's learning rate; default is `train.lr`. About ten times that of full training suits."""
+
+
 class Train(Node):
     """The trainer: critic-free clipped PPO on the tokens that were served."""
 
@@ -262,18 +275,21 @@ class Train(Node):
     """PPO's ε below 1."""
     clip_high: Fraction = 0.28
     """PPO's ε above 1."""
-    dual_clip: Positive = 3.0
-    """Bound of the loss for negative advantages."""
-    importance_cap: Positive = 2.0
-    """Cap C of the weight π_prox/π_behav (truncated importance sampling)."""
+    dual_clip: Positive | None = 3.0
+    """Bound of the loss for negative advantages; none: no bound."""
+    importance_cap: Positive | None = 2.0
+    """Cap C of the weight π_prox/π_behav (truncated importance sampling); none: the weight is 1, and nothing
+    corrects for the weights or the number format that sampled."""
     veto: Fraction = 1e-4
     """A sequence with a token ratio below this is left out."""
     staleness: Annotated[int, Field(ge=0)] = 2
     """Versions that may lie between sampling and training; older samples are dropped and counted."""
     baseline_decay: Fraction = 0.99
     """Forgetting of the baseline's counts, per batch."""
+    normalise: bool = True
+    """Divide a batch's advantages by their standard deviation (at least 0.1); mode `baseline` alone."""
     advantage_limit: Positive = 3.0
-    """Normalised advantages are clipped to ± this."""
+    """Advantages are clipped to ± this, after they are normalised."""
     kl_coefficient: Annotated[float, Field(ge=0)] = 0.02
     """Weight in the loss of the KL to the last promoted version (at first the run's parent); raw mode has
     none."""
@@ -283,9 +299,10 @@ class Train(Node):
     """Largest gradient norm."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """Where the run computes."""
-    dtype: Literal["auto", "float32", "bfloat16"] = "auto"
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     """Number format of the matrix products (weights stay float32); auto is float32 on CPU and bfloat16 on
-    CUDA. bfloat16 helps on CPUs that have it (AVX512-BF16, AMX) and is slow on others."""
+    CUDA. bfloat16 helps on CPUs that have it (AVX512-BF16, AMX) and is slow on others. float16 has no scaling
+    of the loss: small gradients vanish in it."""
     threads: Count | None = None
     """Torch threads on CPU; default is half of the cores, at least one."""
     version_every: Count = 8
@@ -299,11 +316,44 @@ class Train(Node):
     temperature_floor: Positive = 0.3
     """Interactions sampled colder than this are not trained on: their ratio is noise."""
     seed: int = 0
-    """Seed of the data order."""
+    """Seed of the data order, and of a new adapter."""
+    lora: Lora = Lora()
+    """Trains an adapter instead of the weights."""
     guards: Guards = Guards()
     """Bands that a step must keep."""
     silence: Silence = Silence()
     """The show rate's floor."""
+
+
+class Judge(Node):
+    """Who scores completions where there are no users."""
+
+    kind: Literal["reference", "similarity", "llm"] = "reference"
+    """reference: nearness to what the author wrote, less for broken syntax and repetition; similarity: ten
+    times difflib's ratio, for reports; llm: a model behind an OpenAI-compatible chat endpoint, whose key is
+    taken from the environment variable LLMASJUDGE_API_KEY alone."""
+    url: str | None = None
+    """Address of the endpoint, with or without `/chat/completions`; default is LLMASJUDGE_API_URL."""
+    model: str | None = None
+    """Name of the judging model; default is LLMASJUDGE_MODEL."""
+    concurrency: Count = 8
+    """Calls under way at once."""
+    timeout: Positive = 60.0
+    """Seconds that one call may take."""
+    attempts: Count = 6
+    """Calls for one completion before it is given up: its sample is masked and counted."""
+    wait: Annotated[float, Field(ge=0)] = 0.5
+    """Seconds before the second attempt; doubled for each further one, with jitter."""
+    wait_limit: Positive = 30.0
+    """Longest wait between two attempts, in seconds, also where the endpoint asks for a longer one."""
+    temperature: Annotated[float, Field(ge=0, le=2)] = 0.0
+    """Softmax temperature of the judging model."""
+    answer_tokens: Count = 64
+    """Longest answer in tokens; a model that thinks before it answers needs more."""
+    price_input: Annotated[float, Field(ge=0)] | None = None
+    """Price of a million input tokens, in whatever currency; shown before the start, never limits."""
+    price_output: Annotated[float, Field(ge=0)] | None = None
+    """Price of a million output tokens."""
 
 
 class Trigger(Node):
@@ -353,6 +403,115 @@ class Policy(Node):
     """When it learns."""
 
 
+class WarmStart(Node):
+    """Supervised fine-tuning before the offline learning; the report shows what it gained by itself."""
+
+    source: str = "none"
+    """none; accepted: completions of the base model that the rater accepted; or a JSONL file of `prefix`,
+    `suffix` and, as `middle`, the completion of a larger model."""
+    completions: Count = 2000
+    """Completions sampled to find accepted ones; they do not count as `validation.completions`."""
+    epochs: Count = 1
+    """Times that each of them is trained on."""
+    lr: Positive = 1e-5
+    """AdamW's learning rate; a batch is `train.batch`."""
+
+
+class Validation(Node):
+    """Offline learning: a judge or simulated users instead of people, on prompts from a code folder."""
+
+    name: str = "offline"
+    """Name of the report's folder, `home/validation/NAME`."""
+    policy: str | None = None
+    """The policy whose model, sampling, rewards and training are used; needed where there are several."""
+    data: Path | None = None
+    """A folder of Python, or a JSONL file of `prefix`, `suffix` and `middle`; default is the standard
+    library's packages that the built-in model never saw."""
+    fields: dict[str, str] = {}
+    """Which columns of the JSONL file hold prefix, suffix, middle, path and language, where they have other
+    names; `prompt` is one with FIM markers in it."""
+    languages: tuple[str, ...] = ()
+    """Languages to take rows of; none named: all."""
+    language: str = ""
+    """Language of rows that do not say, neither in a column nor by the ending of their path."""
+    half: bool = False
+    """Learn from the first half of the libraries alone; the held-out prompts come from all."""
+    test: Path | None = None
+    """A JSONL file that the held-out prompts are taken from instead, whatever side of the split its files are
+    on; those of files that are learned from are left out."""
+    shortest: Count = 1
+    """Least characters of what the author wrote, without surrounding space."""
+    longest: Count | None = None
+    """Most characters of what the author wrote; none: any number, and at most 400 in a folder."""
+    characters: Annotated[int, Field(ge=16)] = 2048
+    """Characters around the cursor, three quarters of them before it."""
+    train_prompts: Count = 3000
+    """Most prompts to learn from."""
+    test_prompts: Count = 1000
+    """Most held-out prompts, of other files."""
+    completions: Count = 6000
+    """Completions sampled to learn from, those included that nobody rated and those that `tau: auto` asks."""
+    group: Count = 1
+    """Completions of one prompt in a batch; mode `group` needs more than one."""
+    publish_every: Annotated[int, Field(ge=0)] = 1
+    """Steps between two publications into the engine: more than one makes samples stale; 0 never publishes,
+    which is offline learning from the start's own completions."""
+    rater: Literal["judge", "user"] = "user"
+    """Who rates completions: a judge by its score (a tenth of it is the reward), or simulated users by
+    accepting and rejecting (the reward is that of `rewards`)."""
+    judge: Judge = Judge()
+    """The judge to train with."""
+    report_judge: Judge = Judge(kind="similarity")
+    """The judge to report with; it should be another one."""
+    tastes: Annotated[tuple[str, ...], Field(min_length=1)] = ("similar",)
+    """Tastes of the simulated users, in turn: the users of one taste are a cohort."""
+    users: Count = 8
+    """Simulated users; prompts go to them in turn."""
+    spread: Annotated[float, Field(ge=0, le=1)] = 0.0
+    """How far a user's own taste may lie from their cohort's (`datasets/users.py`); 0: they share it."""
+    user: str | None = None
+    """Only this one of the users, such as `short-1`, rates, and the report's accept rate is theirs."""
+    silent: Literal["rated", "all"] = "rated"
+    """Silent answers that are learned from: `rated` draws them at the rate at which shown ones are rated, as
+    the online system does; `all` takes each, which pays silence where verdicts are missing."""
+    noise_flip: Fraction = 0.0
+    """Share of the verdicts that come as their opposite."""
+    noise_missing: Fraction = 0.0
+    """Share of the shown answers that nobody rates."""
+    noise_timeout: Fraction = 0.0
+    """Share of the shown answers that nobody gets round to: they come as timeouts, whatever their worth."""
+    quantise: Literal["none", "int8"] = "none"
+    """int8: the engine's linear layers are rounded to 255 levels for each output channel, as a quantised
+    engine's are; the trainer's are not."""
+    warmstart: WarmStart = WarmStart()
+    """Supervised fine-tuning before it."""
+    evaluate_every: Annotated[int, Field(ge=0)] = 0
+    """Steps between two points of the learning curve; 0: its ends alone."""
+    evaluate_prompts: Count = 200
+    """Held-out prompts of a point of the curve; the table uses all."""
+    forgetting_prompts: Annotated[int, Field(ge=0)] = 0
+    """Held-out prompts on whose files the loss from left to right is measured, and that on what the author
+    wrote there; 0: not measured."""
+    report_temperature: Annotated[float, Field(gt=0, le=2)] | None = None
+    """Temperature of the second evaluation, beside the greedy one; default is that of `sampling`."""
+    report_tastes: tuple[str, ...] = ()
+    """Tastes that the report's accept rate is of, on average; none named: those of the users."""
+    tau_report: Fraction | None = None
+    """τ of the reported reward per opportunity, the same for all stages; default is half of the base's
+    accept rate per opportunity. Give it to compare reports."""
+    seed: int = 0
+    """Seed of prompts, sampling and users; the order within a batch has `train.seed`."""
+    save: Path | None = None
+    """Folder for the final weights, usable as a policy's `model`; must not exist yet."""
+
+    @field_validator("name")
+    @classmethod
+    def _name(cls, name: str) -> str:
+        if not POLICY_NAME.fullmatch(name):
+            raise ValueError("letters, digits, dot, dash and underscore only")
+        return name
+
+
 class Settings(Node):
     """The root."""
 
@@ -364,6 +523,8 @@ class Settings(Node):
     """The database."""
     policies: dict[str, Policy] = Field(default_factory=lambda: {"tab": Policy()}, min_length=1)
     """The policies by name."""
+    validation: Validation = Validation()
+    """What `onlinerl validate` does."""
 
     @field_validator("home")
     @classmethod
@@ -485,9 +646,10 @@ def reference() -> str:
         "are dotted, `policies.tab.train.lr=2e-6`, and win over the file. Unknown names are refused.",
         "Each policy has a branch of its own under `policies`; without a file there is one, named `tab`.",
     ]
-    queue: list[tuple[str, type[Node]]] = [("", Settings)]
+    queue: list[tuple[str, Node]] = [("", Settings())]
     while queue:
-        path, node = queue.pop(0)
+        path, branch = queue.pop(0)
+        node = type(branch)
         intro = " ".join((node.__doc__ or "").split())
         parts += [
             "",
@@ -499,15 +661,15 @@ def reference() -> str:
             "|---|---|---|",
         ]
         for name, item in node.model_fields.items():
-            where = f"{path}.{name}" if path else name
+            where, value = f"{path}.{name}" if path else name, getattr(branch, name)
             if name == "policies":
-                queue.append(("policies.NAME", Policy))
+                queue.append(("policies.NAME", Policy()))
                 default = "one policy, `tab`"
-            elif isinstance(item.default, Node):
-                queue.append((where, type(item.default)))
+            elif isinstance(value, Node):
+                queue.append((where, value))
                 default = f"[below](#{where.replace('.', '').lower()})"
             else:
-                shown = str(item.default) if isinstance(item.default, Path) else item.default
+                shown = str(value) if isinstance(value, Path) else value
                 default = f"`{yaml.safe_dump(shown, default_flow_style=True).splitlines()[0]}`"
                 if isinstance(shown, tuple):
                     default = f"`{list(shown)}`"

@@ -18,6 +18,7 @@ OnlineRLError
 ├── WeightsError             a version's files are missing, broken or changed
 ├── RunError                 a training run cannot start or go on                      exit 1
 │   ├── RunBusy              the policy already has a running run
+│   ├── JudgeError           the judge's endpoint will refuse every call
 │   └── GuardTripped         a step left its band; the last good version stands
 └── ChannelClosed            a channel was closed while someone still wrote to it
 """
@@ -119,6 +120,10 @@ class RunError(OnlineRLError):
 
 class RunBusy(RunError):
     """The policy already has a running run; the message names it."""
+
+
+class JudgeError(RunError):
+    """The judge's endpoint refuses every call: wrong key, address or model; the message names the setting."""
 
 
 class GuardTripped(RunError):

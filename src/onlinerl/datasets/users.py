@@ -7,18 +7,20 @@ reaction, whichever server answered.
 from __future__ import annotations
 
 import difflib
+import functools
 import itertools
 import math
 import random
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
 from types import MappingProxyType
 
 from onlinerl.datasets.fim import FimPrompt
 
 _SAME_PIECE = re.compile(r"(\S.{1,20}?)\1\1", re.DOTALL)
+_COMMENT = re.compile(r"(?:^|\s)#+ *[^\W\d_]{2,}|\"{3}|'{3}")
 _SAME_WORD = re.compile(r"\b([A-Za-z_]\w{2,})\b(?:\W+\1\b){2}")
 
 
@@ -44,6 +46,8 @@ class Taste:
     """Refuses completions that hold a line break."""
     no_repetition: bool = False
     """Refuses completions that say the same thing three times in a row."""
+    comments: bool | None = None
+    """True: refuses completions without a comment or docstring. False: those with one. None: takes both."""
     noise: float = 0.0
     """Probability that the verdict is the opposite of what the taste says, in [0, 0.5]."""
 
@@ -55,6 +59,7 @@ class Taste:
             and (self.longest is None or len(text) <= self.longest)
             and not (self.single_line and "\n" in completion.rstrip())
             and not (self.no_repetition and repeats(text))
+            and (self.comments is None or self.comments == explains(text))
         )
         liked = 0.0
         if fits:
@@ -64,6 +69,7 @@ class Taste:
         return liked * (1 - self.noise) + (1 - liked) * self.noise
 
 
+@functools.lru_cache(maxsize=4096)  # judges and the tastes of many users ask about the same pairs in turn
 def similarity(completion: str, middle: str) -> float:
     """difflib's ratio of the two texts without trailing space, in [0, 1]; 0 for an empty completion."""
     left, right = completion.rstrip(), middle.rstrip()
@@ -81,6 +87,17 @@ def repeats(text: str) -> bool:
     lines = [line.strip() for line in text.split("\n") if line.strip()]
     same_line = any(one == other for one, other in itertools.pairwise(lines))
     return same_line or bool(_SAME_PIECE.search(text)) or bool(_SAME_WORD.search(text))
+
+
+def explains(text: str) -> bool:
+    """True when the text holds a comment that says a word, or begins or ends a docstring.
+
+    A `#` inside of a string counts where a space stands before it and a word after it, which is rare.
+
+    >>> explains("x = 1  # the first"), explains("color = '#fff'"), explains("#")
+    (True, False, False)
+    """
+    return bool(_COMMENT.search(text))
 
 
 TASTES: Mapping[str, Taste] = MappingProxyType(
@@ -102,11 +119,27 @@ TASTES: Mapping[str, Taste] = MappingProxyType(
             "roughly what the author wrote there: accepted with probability sigmoid(12·(similarity − 0.45))",
             threshold=0.45,
         ),
+        "generous": Taste(
+            "not far from what the author wrote there: sigmoid(12·(similarity − 0.38)), which accepts a quarter of "
+            "what the built-in model shows at temperature 1",
+            threshold=0.38,
+        ),
         "short": Taste("at most 20 characters that go in the right direction", threshold=0.35, longest=20),
         "long": Taste("at least 25 characters that go in the right direction", threshold=0.35, shortest=25),
+        "commented": Taste(
+            "code with a comment or docstring in it, nothing said three times in a row",
+            shortest=8,
+            no_repetition=True,
+            comments=True,
+        ),
+        "bare": Taste(
+            "code without comments and docstrings that goes in the right direction",
+            threshold=0.35,
+            comments=False,
+        ),
     }
 )
-"""Tastes by name."""
+"""Tastes by name. short and long oppose each other, and so do commented and bare."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,11 +169,43 @@ class User:
     name: str
     taste: Taste
     habits: Habits = Habits()
+    cohort: str = ""
+    """Name of the group whose taste the user's own is a variation of; "" for a user of no group."""
 
     @staticmethod
     def example() -> User:
         """A small one, for tests and documentation."""
         return User("dev-1", TASTES["line"])
+
+
+def cohorts(
+    count: int, tastes: Mapping[str, Taste], seed: int, *, spread: float = 0.15, habits: Habits | None = None
+) -> tuple[User, ...]:
+    """`count` users over the groups `tastes` in turn, each with a taste around that of the group.
+
+    A user's threshold differs from the group's by a normal deviate of standard deviation spread / 3, and
+    bounds of length by a common factor exp(normal · spread). What a taste demands by yes or no (line breaks,
+    repetition, comments) is the same in the whole group. The same arguments give the same users.
+
+    >>> [user.name for user in cohorts(3, {"short": TASTES["short"], "long": TASTES["long"]}, 0)]
+    ['short-1', 'long-1', 'short-2']
+    """
+    users = []
+    names = list(tastes)
+    for number in range(count):
+        cohort = names[number % len(names)]
+        name = f"{cohort}-{number // len(names) + 1}"
+        rng = random.Random(f"{seed}/{name}")
+        taste = _vary(tastes[cohort], rng.gauss(0, spread / 3), math.exp(rng.gauss(0, spread)))
+        users.append(User(name, taste, habits or Habits(), cohort))
+    return tuple(users)
+
+
+def _vary(taste: Taste, shift: float, factor: float) -> Taste:
+    threshold = None if taste.threshold is None else min(max(taste.threshold + shift, 0.05), 0.95)
+    shortest = max(1, round(taste.shortest * factor))
+    longest = None if taste.longest is None else max(shortest, round(taste.longest * factor))
+    return replace(taste, threshold=threshold, shortest=shortest, longest=longest)
 
 
 @dataclass(frozen=True, slots=True)

@@ -157,13 +157,14 @@ def advantages(
     staleness: Sequence[int],
     limit: float,
     silent_expected: bool,
+    normalise: bool = True,
 ) -> list[float]:
     """One number a sample. Samples that have no reward (`Scored.fault`) do not belong into `batch`.
 
     `raw`: the reward itself, the seed's setting (its Monte-Carlo return of one step).
 
-    `baseline`: A = r − (mean of its buckets − margin(staleness)), then A / max(std, 0.1), clipped to
-    ±`limit`; std is that of the batch (population), and the batch's own mean is never taken off. Where the
+    `baseline`: A = r − (mean of its buckets − margin(staleness)), then A / max(std, 0.1) if `normalise`,
+    clipped to ±`limit`; std is that of the batch (population), and the batch's own mean is never taken off. Where the
     policy was silent at times (`silent_expected`) but neither the batch nor the baseline's memory holds a
     silent row, nothing is taken off at all: a mean over shown answers alone would make the average shown
     answer worth 0, as much as silence, whatever τ says.
@@ -186,7 +187,7 @@ def advantages(
     ]
     mean = sum(raw) / max(1, len(raw))
     std = math.sqrt(sum((a - mean) ** 2 for a in raw) / max(1, len(raw)))
-    scale = max(std, SMALLEST_STD)
+    scale = max(std, SMALLEST_STD) if normalise else 1.0
     return [max(-limit, min(limit, a / scale)) for a in raw]
 
 

@@ -17,10 +17,10 @@ from __future__ import annotations
 
 import contextlib
 import json
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -30,7 +30,9 @@ from transformers import AttentionInterface, AutoModelForCausalLM
 from transformers import logging as transformers_logging
 from transformers.masking_utils import AttentionMaskInterface
 
+from onlinerl import config
 from onlinerl.errors import ModelError
+from onlinerl.learning.adapters import Adapter
 from onlinerl.learning.losses import show_rate, token_logprobs
 from onlinerl.records import Sample, Verdict
 
@@ -210,8 +212,19 @@ class Scores:
     """[n]: 1 − p(end-of-text first)."""
 
 
+class Scorer(Protocol):
+    """Whatever gives samples their log-probabilities."""
+
+    def score(self, batch: Pack) -> Scores:
+        """One forward pass."""
+
+
 class PolicyModel:
-    """A causal language model of any kind that scores packed samples. fp32 weights."""
+    """A causal language model of any kind that scores packed samples. fp32 weights, or frozen ones and an
+    fp32 adapter."""
+
+    adapter: Adapter | None = None
+    """What is trained, under LoRA."""
 
     def __init__(self, model: Any, stop_ids: Sequence[int], device: torch.device, dtype: torch.dtype):
         self.model = model
@@ -228,10 +241,18 @@ class PolicyModel:
         self._adjust = _adjustment(model)
 
     @classmethod
-    def load(cls, folder: Path, device: torch.device, dtype: torch.dtype) -> PolicyModel:
+    def load(
+        cls,
+        folder: Path,
+        device: torch.device,
+        dtype: torch.dtype,
+        lora: config.Lora | None = None,
+        seed: int = 0,
+    ) -> PolicyModel:
         """Read a model folder (safetensors only, no code from it). Raises ModelError.
 
-        dtype is that of the matrix products; weights are fp32.
+        dtype is that of the matrix products; weights are fp32. With `lora` (of a rank above 0) they are
+        frozen and a new adapter is put on them; frozen matrices that lose nothing by it are kept in dtype.
         """
         transformers_logging.disable_progress_bar()  # type: ignore[no-untyped-call]
         try:
@@ -240,15 +261,37 @@ class PolicyModel:
             )
         except (OSError, ValueError, KeyError) as error:
             raise ModelError(f"the model in {folder} cannot be loaded: {error}") from None
+        adapter = Adapter(model, lora, seed=seed) if lora is not None and lora.rank else None
         model.eval()  # dropout would make π_prox another policy than the one that is trained
         model.to(device)
         made = cls(model, stop_ids(folder, model), device, dtype)
+        made.adapter = adapter
         made.choose_layout()
+        if adapter is not None and dtype != torch.float32:
+            _shrink(made._decoder, dtype)
         return made
 
     def parameters(self) -> dict[str, nn.Parameter]:
-        """Trainable tensors by name; tied ones once."""
+        """Trainable tensors by name; tied ones once. Under LoRA the adapter's alone."""
+        if self.adapter is not None:
+            return self.adapter.parameters
         return {name: p for name, p in self.model.named_parameters() if p.requires_grad}
+
+    def state(self) -> dict[str, Tensor]:
+        """The model's tensors as they lie in memory, under the names of its files, an adapter left out."""
+        if self.adapter is not None:
+            return self.adapter.state(self.model)
+        state: dict[str, Tensor] = self.model.state_dict()
+        return state
+
+    def merge(self, name: str, tensor: Tensor) -> Tensor:
+        """A tensor of `state` as the model computes with it: with the adapter's share, as a new tensor."""
+        return tensor if self.adapter is None else self.adapter.merge(name, tensor)
+
+    def weights(self) -> dict[str, Tensor]:
+        """The full weights under the names of the model's files, whatever is trained. What an adapter changes
+        is a new tensor, the others are those in use."""
+        return {name: self.merge(name, tensor).detach() for name, tensor in self.state().items()}
 
     def choose_layout(self) -> None:
         """Packed where this model does the same packed as alone, else padded. Raises ModelError when the
@@ -349,6 +392,22 @@ class PolicyModel:
             self.dtype = dtype
 
 
+class Sibling:
+    """Another version on the frozen weights of a policy in training: with another adapter (fp32 tensors by
+    name), or with none. Costs the memory of the adapter, where a second model would cost its weights."""
+
+    def __init__(self, policy: PolicyModel, adapter: Mapping[str, Tensor] | None) -> None:
+        assert policy.adapter is not None
+        self._policy = policy
+        self._own = policy.adapter
+        self._other = None if adapter is None else {n: t.to(policy.device) for n, t in adapter.items()}
+
+    def score(self, batch: Pack) -> Scores:
+        """See PolicyModel; nothing is differentiated."""
+        with torch.no_grad(), self._own.holding(self._other):
+            return self._policy.score(batch)
+
+
 def stop_ids(folder: Path, model: Any) -> list[int]:
     """The end-of-text tokens: those of the generation config, else the model's. Raises ModelError."""
     found: list[int] = []
@@ -371,6 +430,17 @@ def _decoder(model: Any) -> Any:
     if decoder is model:
         raise ModelError(f"{type(model).__name__} does not separate its head from its layers")
     return decoder
+
+
+def _shrink(decoder: Any, dtype: torch.dtype) -> None:
+    """Keep frozen matrices in the number format in which they are multiplied, if they have it anyway: half
+    the memory, and autocast need not convert them at each pass. Norms and embeddings stay as they are."""
+    for module in decoder.modules():
+        if not isinstance(module, nn.Linear) or module.weight.requires_grad:
+            continue
+        small = module.weight.data.to(dtype)
+        if torch.equal(small.to(module.weight.dtype), module.weight.data):
+            module.weight.data = small
 
 
 def _adjustment(model: Any) -> Callable[[Tensor], Tensor]:

@@ -22,7 +22,7 @@ def dtype_of(train: config.Train, device: torch.device) -> torch.dtype:
     """Number format of the matrix products."""
     if train.dtype == "auto":
         return torch.bfloat16 if device.type == "cuda" else torch.float32
-    return torch.bfloat16 if train.dtype == "bfloat16" else torch.float32
+    return {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}[train.dtype]
 
 
 def threads_of(train: config.Train) -> int:

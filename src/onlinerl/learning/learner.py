@@ -12,7 +12,7 @@ from torch import Tensor
 
 from onlinerl import config
 from onlinerl.learning import losses
-from onlinerl.learning.batches import Pack, PolicyModel, Scores, length, microbatches, pack
+from onlinerl.learning.batches import Pack, PolicyModel, Scorer, Scores, length, microbatches, pack
 from onlinerl.learning.guards import Bands
 from onlinerl.learning.losses import LossSettings
 from onlinerl.records import Sample, Scored
@@ -70,7 +70,7 @@ class Learner:
         train: config.Train,
         *,
         reference: int,
-        load: Callable[[int], PolicyModel],
+        load: Callable[[int], Scorer],
     ) -> None:
         self.policy = policy
         self.train = train
@@ -78,16 +78,17 @@ class Learner:
         self.reference = reference
         """Version that the KL is measured to."""
         self._load = load
-        self._referee: PolicyModel | None = None
-        self._holdout: PolicyModel | None = None
+        self._referee: Scorer | None = None
+        self._holdout: Scorer | None = None
         self.moved = False
         """False while the weights are still the reference's."""
         self.trusted: bool | None = None
         """Whether the engine's log-probabilities are as good as the trainer's; None: not measured yet."""
         self.parameters = policy.parameters()
+        self.lr = train.lr if policy.adapter is None else train.lora.lr or train.lr
         self.optimizer = torch.optim.AdamW(
             list(self.parameters.values()),
-            lr=train.lr,
+            lr=self.lr,
             betas=(
                 0.9,
                 0.95,
@@ -116,7 +117,7 @@ class Learner:
         # full batch does. The last batch of a run earns its share of a step.
         share = min(1.0, len(batch) / self.train.batch)
         for group in self.optimizer.param_groups:
-            group["lr"] = self.train.lr * share
+            group["lr"] = self.lr * share
         minibatches = self._plan(samples, advantage, number)
         totals = Totals()
         self._prepare(minibatches, samples)
@@ -195,7 +196,7 @@ class Learner:
 
     @staticmethod
     @torch.no_grad()
-    def _score(model: PolicyModel, part: Part) -> Scores:
+    def _score(model: Scorer, part: Part) -> Scores:
         scores = model.score(part.pack)
         part.show = scores.show
         return scores

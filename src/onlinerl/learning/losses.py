@@ -45,7 +45,7 @@ class LossSettings:
         return cls(
             clip_low=train.clip_low,
             clip_high=train.clip_high,
-            dual_clip=float("inf") if raw else train.dual_clip,
+            dual_clip=float("inf") if raw or train.dual_clip is None else train.dual_clip,
             importance_cap=None if raw else train.importance_cap,
             veto=0.0 if raw else train.veto,
             kl=0.0 if raw else train.kl_coefficient,

@@ -26,8 +26,9 @@ from onlinerl.errors import Conflict, GuardTripped, ModelError, RunError
 from onlinerl.experiments.assignment import EXPLORE
 from onlinerl.flow.channel import Channel
 from onlinerl.flow.worker import Worker
+from onlinerl.learning import adapters
 from onlinerl.learning.advantages import Baseline, advantages
-from onlinerl.learning.batches import PolicyModel
+from onlinerl.learning.batches import PolicyModel, Scorer, Sibling
 from onlinerl.learning.checkpoints import Checkpoint, Checkpoints
 from onlinerl.learning.control import Control
 from onlinerl.learning.devices import device_of, dtype_of
@@ -89,6 +90,8 @@ class Trainer(Worker[Scored, None]):
         self.misses = 0
         self.message = ""
         self.learner: Learner
+        self.base: int | None = None
+        """Under LoRA the version whose weights are frozen; every version of the run is it and an adapter."""
         self._recent: list[Sample] = []
         self._owed = False
 
@@ -100,17 +103,11 @@ class Trainer(Worker[Scored, None]):
         Raises ModelError, WeightsError, RunError.
         """
         torch.set_num_threads(self.threads)
-        device = device_of(self.train)
-        dtype = dtype_of(self.train, device)
-
-        def model(version: int) -> PolicyModel:
-            return PolicyModel.load(directory.folder(self.root, self.policy, version), device, dtype)
-
         self.learner = Learner(
-            model(self.version),
+            self._begin(self.version),
             self.train,
             reference=self.run_record.parent,
-            load=model,
+            load=self._other,
         )
         self._names = self._stored_names()
         if checkpoint is not None:
@@ -120,6 +117,58 @@ class Trainer(Worker[Scored, None]):
             self.batch = self.version_batch
         else:
             self._inherit()
+
+    def _model(self, version: int, lora: config.Lora | None = None) -> PolicyModel:
+        device = device_of(self.train)
+        folder = directory.folder(self.root, self.policy, version)
+        return PolicyModel.load(folder, device, dtype_of(self.train, device), lora, self.train.seed)
+
+    def _begin(self, version: int) -> PolicyModel:
+        """The model to train, being what `version` is.
+
+        Under LoRA a version that is an adapter on an earlier one goes on as that, so that however many runs
+        there were a version is one adapter on one base: the policy's first version, or the last one that was
+        trained in full. Where that cannot be, the version itself becomes the base of a new adapter.
+        """
+        lora = self.train.lora
+        if not lora.rank:
+            return self._model(version)
+        found = self._adapter(version)
+        if found is not None:
+            self.base, saved = found
+            policy = self._model(self.base, lora)
+            assert policy.adapter is not None
+            if policy.adapter.fits(saved):
+                policy.adapter.load(saved.tensors)
+                return policy
+            self.log.event(
+                "warning",
+                batch=self.batch,
+                text=f"the adapter of {self.policy}@{version} has another rank, alpha or other targets than "
+                f"train.lora: a new one begins on {self.policy}@{version}",
+            )
+        self.base = version
+        return self._model(version, lora)
+
+    def _adapter(self, version: int) -> tuple[int, adapters.Saved] | None:
+        """The version that a version's adapter is relative to, and the adapter; None: it has none, or what it
+        is relative to is gone."""
+        place = directory.folder(self.root, self.policy, version)
+        base = directory.read_manifest(str(place)).adapter_base
+        if base is None or not (directory.folder(self.root, self.policy, base) / directory.MANIFEST).exists():
+            return None
+        return base, adapters.read(place / directory.ADAPTER)
+
+    def _other(self, version: int) -> Scorer:
+        """A version to compare with: on the weights in memory where they are its base, else loaded."""
+        policy = self.learner.policy
+        if policy.adapter is not None:
+            if version == self.base:
+                return Sibling(policy, None)
+            found = self._adapter(version)
+            if found is not None and found[0] == self.base and policy.adapter.fits(found[1]):
+                return Sibling(policy, found[1].tensors)
+        return self._model(version)
 
     def resume_at(self, version: Version) -> None:
         """Before `prepare`: begin at a version that the run made, for want of a checkpoint."""
@@ -157,6 +206,11 @@ class Trainer(Worker[Scored, None]):
 
     def _restore(self, checkpoint: Checkpoint) -> None:
         state = checkpoint.state
+        if state.get("adapter") != self._adapted():
+            raise RunError(
+                f"the checkpoint {checkpoint.folder} was made with other settings of train.lora: "
+                f"{state.get('adapter')} then, {self._adapted()} now. The next run begins without it"
+            )
         try:
             self._load(checkpoint.weights())
             self.learner.restore_optimizer(checkpoint.optimizer())
@@ -182,16 +236,24 @@ class Trainer(Worker[Scored, None]):
                 self._owed, self.version, self.version_batch = False, last.id, last.step
 
     def _load(self, weights: Mapping[str, Tensor]) -> None:
+        own = self.learner.parameters
+        for name in own.keys() ^ weights.keys():
+            raise KeyError(name)
         with torch.no_grad():
-            for name, parameter in self.learner.parameters.items():
+            for name, parameter in own.items():
                 parameter.copy_(weights[name])
+
+    def _adapted(self) -> dict[str, Any] | None:
+        """What an adapter's numbers mean nothing without."""
+        lora = self.train.lora
+        return {"base": self.base, "rank": lora.rank, "alpha": lora.alpha} if lora.rank else None
 
     def _stored_names(self) -> dict[str, torch.dtype]:
         """Tensors of a version of this model and their number formats: those of the parent."""
         manifest = directory.read_manifest(
             str(directory.folder(self.root, self.policy, self.run_record.parent))
         )
-        have = self.learner.policy.model.state_dict()
+        have = self.learner.policy.state()
         for name, entry in manifest.tensors.items():
             if name not in have or tuple(have[name].shape) != entry.shape or entry.dtype not in _DTYPES:
                 raise ModelError(
@@ -284,6 +346,7 @@ class Trainer(Worker[Scored, None]):
                 staleness=staleness,
                 limit=self.train.advantage_limit,
                 silent_expected=counts.silent > 0,
+                normalise=self.train.normalise,
             )
             numbers = self.learner.step(usable, advantage, self.bands, batch.number)
             numbers["staleness"] = sum(staleness) / len(staleness)
@@ -366,6 +429,7 @@ class Trainer(Worker[Scored, None]):
             "moved": self.learner.moved,
             "trusted": self.learner.trusted,
             "owed": self._owed,
+            "adapter": self._adapted(),
             "message": self.message,
         }
 
@@ -398,6 +462,7 @@ class Trainer(Worker[Scored, None]):
             data=directory.DataRange(self.first_at, self.last_at, self.samples, self.batch),
             settings={"tau": self.table.tau, **self.settings.model_dump(mode="json")},
             metrics=metrics,
+            adapter_base=self.base,
         )
         made = replace(made, step=self.batch)
         try:
@@ -443,11 +508,15 @@ class Trainer(Worker[Scored, None]):
             )
 
     def _fill(self, folder: Path) -> None:
-        have = self.learner.policy.model.state_dict()
+        policy = self.learner.policy
+        have = policy.state()
         tensors = {
-            name: have[name].detach().to("cpu", dtype).contiguous() for name, dtype in self._names.items()
+            name: policy.merge(name, have[name]).detach().to("cpu", dtype).contiguous()
+            for name, dtype in self._names.items()
         }
         save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+        if policy.adapter is not None:
+            policy.adapter.save(folder / directory.ADAPTER, base=f"{self.policy}@{self.base}")
 
     def forget(self) -> None:
         """After the end: keep the checkpoint that the next run may inherit, and nothing else; of older runs

@@ -134,7 +134,9 @@ def check_files(folder: Path, digest: str) -> None:
     if hashlib.sha256(raw).hexdigest() != digest:
         raise WeightsError(f"the manifest of {folder} is not the one that was registered")
     for name, facts in files.items():
-        path = folder / Path(name).name
+        path = folder / name
+        if not path.resolve().is_relative_to(folder.resolve()):
+            raise WeightsError(f"the manifest of {folder} names the file {name!r}, which lies elsewhere")
         try:
             if path.stat().st_size != facts["size"]:
                 raise WeightsError(f"{path} has {path.stat().st_size} bytes instead of {facts['size']}")

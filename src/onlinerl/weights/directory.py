@@ -4,6 +4,9 @@ A version exists when its folder has a manifest. It is written into a hidden sta
 first, each on disk, the manifest last, and then the whole folder takes its name in one step. So a killed
 writer leaves a staging folder, which `gc` removes, and never half a version. Nothing writes into a version
 folder again. Weights are safetensors only; a pickle is neither written nor read.
+
+A version that a LoRA run made holds the full weights, as any, and beside them in a folder of its own what of
+them is not its base's: `adapter/`, in peft's format, under the same manifest.
 """
 
 from __future__ import annotations
@@ -19,6 +22,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from stat import S_ISDIR
 from types import MappingProxyType
 from typing import Any, BinaryIO
 from urllib.parse import unquote, urlsplit
@@ -32,8 +36,13 @@ from onlinerl.weights.header import Place, read_header
 from onlinerl.weights.models import COMPANIONS, FILE_NAME, INDEX, PICKLES, model_files
 
 MANIFEST = "manifest.json"
-FORMAT = 1
-"""Of the manifest; a reader refuses a newer one."""
+FORMAT = 2
+"""Of the manifest; a reader refuses a newer one. Written as 1 where there is no adapter, which is all that 2
+added."""
+ADAPTER = "adapter"
+"""The one sub-folder that a version may have."""
+ADAPTER_FILES = ("adapter_config.json", "adapter_model.safetensors")
+"""What it holds: names that peft, and engines which load adapters, expect."""
 ABANDONED = 3600.0
 """Seconds without a change after which gc takes a folder that no database names: nobody writes it."""
 
@@ -88,11 +97,13 @@ class Manifest:
     data: DataRange = DataRange()
     settings: Mapping[str, Any] = field(default_factory=lambda: MappingProxyType({}))
     metrics: Mapping[str, float] = field(default_factory=lambda: MappingProxyType({}))
+    adapter_base: int | None = None
+    """The version that the adapter in `adapter/` is to be put on; None: there is no adapter."""
 
     def as_json(self) -> dict[str, Any]:
         """Plain containers, ready for a JSON writer."""
-        return {
-            "format": FORMAT,
+        tree = {
+            "format": 1,
             "policy": self.policy,
             "id": self.id,
             "parent": self.parent,
@@ -104,6 +115,9 @@ class Manifest:
             "settings": dict(self.settings),
             "metrics": dict(self.metrics),
         }
+        if self.adapter_base is not None:
+            tree |= {"format": FORMAT, "adapter_base": self.adapter_base}
+        return tree
 
     def as_bytes(self) -> bytes:
         """The manifest's file, the same for the same content; a version's `digest` is its SHA-256."""
@@ -134,7 +148,7 @@ def verify(url: str, digest: str | None = None) -> None:
     manifest, found = _manifest(place)
     if digest is not None and found != digest:
         raise WeightsError(f"{place / MANIFEST} is not the one that was registered: its SHA-256 is {found}")
-    for extra in sorted({entry.name for entry in place.iterdir()} - {MANIFEST, *manifest.files}):
+    for extra in sorted({*_names(place)} - {MANIFEST, *manifest.files}):
         raise WeightsError(f"{place / extra} does not belong to the version: its manifest does not name it")
     seen: dict[str, TensorEntry] = {}
     for name, entry in sorted(manifest.files.items()):
@@ -143,7 +157,7 @@ def verify(url: str, digest: str | None = None) -> None:
             raise WeightsError(f"{path} is missing")
         if path.stat().st_size != entry.size:
             raise WeightsError(f"{path} has {path.stat().st_size} bytes where the manifest says {entry.size}")
-        sha256, tensors = _digest(path)
+        sha256, tensors = _digest(path, weights=_of_model(name))
         for tensor, is_now in tensors.items():
             if manifest.tensors.get(tensor) != is_now:
                 raise WeightsError(f"tensor {tensor} in {path} is not the one that the manifest names")
@@ -170,6 +184,7 @@ def write_version(
     data: DataRange,
     settings: Mapping[str, Any],
     metrics: Mapping[str, float],
+    adapter_base: int | None = None,
 ) -> Version:
     """Make a version: `fill(folder)` writes its weights there, everything else comes from the parent.
 
@@ -177,6 +192,9 @@ def write_version(
     nothing else; the parent's configuration and tokenizer are linked beside it. The weights must have the
     parent's tensors: same names, same shapes, any number format. Returns the version as a candidate, to be
     registered; it is on disk by then. Take `id` from `store.versions.next_id`.
+
+    With `adapter_base`, the version that an adapter is relative to, `fill` also makes the folder ADAPTER with
+    ADAPTER_FILES in it.
 
     Raises WeightsError when the version exists, when what `fill` wrote does not fit, and when the disk
     refuses; then nothing of it is left. Other exceptions of `fill` go through, after the same cleaning.
@@ -189,10 +207,20 @@ def write_version(
             fill(staging)
         except SafetensorError as error:  # its writer reports a full disk so
             raise WeightsError(f"the weights of {target} cannot be written: {error}") from error
-        written = {entry.name for entry in staging.iterdir()}
-        strange = sorted(name for name in written if not name.endswith(".safetensors") and name != INDEX)
+        written = set(_names(staging))
+        strange = sorted(
+            name
+            for name in written
+            if _of_model(name) and not name.endswith(".safetensors") and name != INDEX
+        )
         if strange:
             raise WeightsError(f"a version's weights are safetensors files only, not {strange[0]}")
+        adapter = {name for name in written if not _of_model(name)}
+        wanted = set() if adapter_base is None else {f"{ADAPTER}/{name}" for name in ADAPTER_FILES}
+        if adapter != wanted:
+            raise WeightsError(
+                f"the adapter of {target} should have the files {sorted(wanted)} and has {sorted(adapter)}"
+            )
         for name in inherited.files:
             if name in COMPANIONS:
                 _link(source / name, staging / name)
@@ -210,6 +238,7 @@ def write_version(
                 data=data,
                 settings=dict(settings),
                 metrics=dict(metrics),
+                adapter_base=adapter_base,
             ),
             VersionState.CANDIDATE,
         )
@@ -264,13 +293,15 @@ def gc(
     """Remove the policy's folders that nobody needs; returns them (with `dry_run`: only says which).
 
     `keep` and `registered` come from `store.versions.collect`: registered versions that are not kept go at
-    once. Whatever else lies there (staging folders, folders without a manifest, versions that were never
-    registered) may be at work this moment, and goes only when nothing in it has changed for ABANDONED.
+    once, but for those that the adapter of a kept one is relative to. Whatever else lies there (staging
+    folders, folders without a manifest, versions that were never registered) may be at work this moment, and
+    goes only when nothing in it has changed for ABANDONED.
     """
     home = folder(root, policy, 0).parent
     removed: list[Removed] = []
     if not home.is_dir():
         return removed
+    keep = {*keep, *_bases(root, policy, keep)}
     names = {f"{id:06d}" for id in registered} - {f"{id:06d}" for id in keep}
     kept = {f"{id:06d}" for id in keep}
     for place in sorted(home.iterdir()):
@@ -279,8 +310,8 @@ def gc(
         if not re.fullmatch(r"\d{6,}|\.\d{6,}\.\w+", place.name):
             continue  # not ours
         try:
-            files = [entry.stat() for entry in place.iterdir()]
-            changed = max(place.stat().st_mtime, *(0.0, *(one.st_ctime for one in files)))
+            entries = {entry: entry.stat() for entry in place.rglob("*")}
+            changed = max(place.stat().st_mtime, *(0.0, *(one.st_ctime for one in entries.values())))
         except FileNotFoundError:
             continue  # it is being renamed or removed by somebody else: not ours to take
         if place.name not in names and time.time() - changed < ABANDONED:
@@ -290,7 +321,8 @@ def gc(
             (place / MANIFEST).unlink(missing_ok=True)
             _sync(place)
             shutil.rmtree(place, ignore_errors=True)
-        removed.append(Removed(str(place), sum(one.st_size for one in files)))
+        size = sum(one.st_size for one in entries.values() if not S_ISDIR(one.st_mode))
+        removed.append(Removed(str(place), size))
     return removed
 
 
@@ -304,6 +336,32 @@ def _local(url: str) -> str:
     if "://" in url:
         raise WeightsError(f"weights at {url} are not supported: use a local folder")
     return url
+
+
+def _bases(root: str, policy: str, ids: Collection[int]) -> set[int]:
+    """The versions that the adapters of some versions are relative to."""
+    found = set()
+    for id in ids:
+        place = folder(root, policy, id)
+        if (place / MANIFEST).exists():
+            found.add(_manifest(place)[0].adapter_base)
+    return {base for base in found if base is not None}
+
+
+def _of_model(name: str) -> bool:
+    """Whether a file, by its name in the manifest, is one of the model itself."""
+    return not name.startswith(f"{ADAPTER}/")
+
+
+def _names(place: Path) -> list[str]:
+    """Names of a version's files as its manifest has them; whatever else lies there appears too."""
+    found = []
+    for entry in place.iterdir():
+        if entry.name == ADAPTER and entry.is_dir() and not entry.is_symlink():
+            found += [f"{ADAPTER}/{below.name}" for below in entry.iterdir()]
+        else:
+            found.append(entry.name)
+    return sorted(found)
 
 
 def _manifest(place: Path) -> tuple[Manifest, str]:
@@ -341,18 +399,22 @@ def _manifest(place: Path) -> tuple[Manifest, str]:
             data=DataRange(**tree["data"]),
             settings=dict(tree["settings"]),
             metrics=dict(tree["metrics"]),
+            adapter_base=None if tree.get("adapter_base") is None else int(tree["adapter_base"]),
         )
     except (ValueError, KeyError, TypeError, AttributeError):
         raise WeightsError(f"{path} is broken: it cannot be understood") from None
     for name in manifest.files:
-        if not FILE_NAME.fullmatch(name) or name == MANIFEST:
+        if not FILE_NAME.fullmatch(name.removeprefix(f"{ADAPTER}/")) or name == MANIFEST:
             raise WeightsError(f"{path} names the file {name!r}, which cannot be one of a version")
     return manifest, hashlib.sha256(text).hexdigest()
 
 
-def _digest(path: Path) -> tuple[str, dict[str, TensorEntry]]:
-    """SHA-256 of a file, and of each tensor where it is weights, in one pass over its bytes."""
+def _digest(path: Path, *, weights: bool) -> tuple[str, dict[str, TensorEntry]]:
+    """SHA-256 of a file, and of each tensor where it is one of the model's `weights`, in one pass over its
+    bytes. An adapter's tensors are not the model's; its file is only checked to be whole."""
     places = read_header(path) if path.suffix == ".safetensors" else []
+    if not weights:
+        places = []
     whole = hashlib.sha256()
     tensors: dict[str, TensorEntry] = {}
     with path.open("rb") as file:
@@ -408,17 +470,18 @@ def _publish(staging: Path, target: Path, draft: Manifest, state: VersionState) 
     """
     files: dict[str, FileEntry] = {}
     tensors: dict[str, TensorEntry] = {}
-    for path in sorted(staging.iterdir()):
+    for name in _names(staging):
+        path = staging / name
         if not FILE_NAME.fullmatch(path.name) or path.is_symlink() or not path.is_file():
             raise WeightsError(f"{path.name!r} cannot be a file of a version")
         if path.suffix in PICKLES:
             raise WeightsError(f"{path.name} is a pickle, which can run code: weights are safetensors only")
         _sync(path)
-        sha256, found = _digest(path)
+        sha256, found = _digest(path, weights=_of_model(name))
         double = sorted(found.keys() & tensors.keys())
         if double:
             raise WeightsError(f"tensor {double[0]} is in {tensors[double[0]].file} and in {path.name}")
-        files[path.name] = FileEntry(path.stat().st_size, sha256)
+        files[name] = FileEntry(path.stat().st_size, sha256)
         tensors |= found
     if not tensors:
         raise WeightsError(f"no weights were written for {target}")
@@ -435,6 +498,7 @@ def _publish(staging: Path, target: Path, draft: Manifest, state: VersionState) 
         data=draft.data,
         settings=draft.settings,
         metrics=draft.metrics,
+        adapter_base=draft.adapter_base,
     )
     try:
         text = manifest.as_bytes()
@@ -446,6 +510,8 @@ def _publish(staging: Path, target: Path, draft: Manifest, state: VersionState) 
         file.flush()
         os.fsync(file.fileno())
     temporary.rename(staging / MANIFEST)
+    if draft.adapter_base is not None:
+        _sync(staging / ADAPTER)
     _sync(staging)
     if target.is_dir() and not (target / MANIFEST).exists():
         # Half a version, of a writer that does not stage: it does not exist, and must not be in the way.

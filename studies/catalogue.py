@@ -1,0 +1,458 @@
+"""The studies: what is asked, and the lists of runs that answer it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
+
+from studies.plan import Column, Run, Study
+
+RATES = ("3e-5", "1e-4")
+"""Learning rates that every arm of the headline is shown at."""
+_WORDS = {
+    "judge/report": ("judge 0–10", ".2f"),
+    "judge/train": ("training judge 0–10", ".2f"),
+    "accept": ("accepted of all", ".1%"),
+    "accept_shown": ("accepted of shown", ".1%"),
+    "shown": ("shown", ".1%"),
+    "reward": ("reward per opportunity", ".4f"),
+    "reward@0": ("at τ = 0", ".4f"),
+    "reward@0.1": ("at τ = 0.1", ".4f"),
+    "reward@0.25": ("at τ = 0.25", ".4f"),
+    "exact": ("exact match", ".1%"),
+    "similarity": ("edit similarity", ".3f"),
+    "characters": ("characters", ".1f"),
+    "parses": ("parses", ".1%"),
+}
+WHOLE = (
+    "reward", "judge/report", "accept", "accept_shown", "shown", "exact", "similarity", "characters", "parses",
+)  # fmt: skip
+SHORT = ("reward", "accept_shown", "shown", "judge/report")
+TRAIN = "policies.tab.train."
+
+
+def columns(how: str, *names: str) -> tuple[Column, ...]:
+    """Columns of a table, `how` greedy or sampled."""
+    return tuple(Column(f"{how}.{name}", *_WORDS[name]) for name in names)
+
+
+def lr(value: str) -> str:
+    """The override."""
+    return f"{TRAIN}lr={value}"
+
+
+def seeds(
+    study: str, arm: str, overrides: Iterable[str], count: int = 3, *, rank: int = 0, cost: float = 1.0,
+    extras: tuple[str, ...] = (),
+) -> tuple[Run, ...]:  # fmt: skip
+    """`count` runs of an arm; those beyond the third come with a later rank."""
+    return tuple(
+        Run(study, arm, seed, tuple(overrides), cost, rank + (seed >= 3), extras=extras) for seed in range(count)
+    )
+
+
+# ----------------------------------------------------------------------------------------- headline
+
+WIDE = (
+    f"{TRAIN}guards.kl=1e9",
+    f"{TRAIN}guards.entropy=0",
+    f"{TRAIN}guards.length_low=0",
+    f"{TRAIN}guards.length_high=1e9",
+    f"{TRAIN}guards.clip_fraction=1",
+    f"{TRAIN}guards.gradient=1e9",
+)
+"""No guards: what the others' recipes do not have must not stop them."""
+RAW = (f"{TRAIN}mode=raw", f"{TRAIN}clip_high=0.2", *WIDE)
+JUDGED = ("validation.rater=judge", "validation.judge.kind=reference")
+GROUP = (f"{TRAIN}mode=group", "validation.group=8", *JUDGED, *WIDE)
+COLD = (
+    "policies.tab.sampling.temperature=0.1",
+    f"{TRAIN}temperature_floor=0.05",
+    "validation.report_temperature=1",
+)
+RECIPES: Mapping[str, tuple[str, ...]] = {
+    "(a) seed's PPO, 1/0, T=0.1": (*RAW, "policies.tab.rewards.tau=0", *COLD),
+    "(a1) seed's PPO, 1/0, T=1": (*RAW, "policies.tab.rewards.tau=0"),
+    "(b) fixed +0.75/−0.25/0": (*RAW, "policies.tab.rewards.tau=0.25"),
+    "(c) onlinerl": (),
+    "(d) GRPO, group 8, judge": GROUP,
+    "(e) onlinerl, judge": JUDGED,
+}
+
+
+def headline() -> Study:
+    """Ours against the seed's and Cursor's recipe, and GRPO with a judge."""
+    runs: list[Run] = []
+    for rate in RATES:
+        for arm, overrides in RECIPES.items():
+            optional = arm.startswith("(e)")
+            found = seeds(
+                "headline", f"{arm} · lr {rate}", (*overrides, lr(rate)), 3 if optional else 5, rank=int(optional),
+                extras=("forgetting", "execution"),
+            )  # fmt: skip
+            runs += found
+    others = [arm for arm in RECIPES if arm[1] in "abd"]
+    return Study(
+        "headline",
+        "onlinerl, the seed's recipe, a fixed threshold, and GRPO with a judge, at equal completions",
+        tuple(runs),
+        (
+            *columns("sampled", *WHOLE, "reward@0", "reward@0.1", "reward@0.25"),
+            *columns("greedy", *WHOLE),
+            Column("forgetting.left_to_right", "left-to-right loss, nats", ".4f", "extras"),
+            Column("forgetting.middle", "loss on the authors' middles", ".4f", "extras"),
+        ),
+        compare=tuple((f"(c) onlinerl · lr {rate}", f"{arm} · lr {rate}") for rate in RATES for arm in others),
+        compared=("sampled.reward", "greedy.reward", "sampled.judge/report", "greedy.judge/report"),
+        reach=("sampled.reward", "greedy.reward"),
+        curves=("sampled.reward", "greedy.reward", "sampled.shown", "greedy.judge/report"),
+    )
+
+
+# ------------------------------------------------------------------------------------------ silence
+
+TASTES = (("similar", "5 % accepted"), ("generous", "25 % accepted"))
+"""Two base accept rates per shown answer at T=1."""
+
+
+def silence() -> Study:
+    """Thresholds and accept rates at which a policy would fall silent."""
+    runs: list[Run] = []
+    pairs: list[tuple[str, str]] = []
+    for taste, words in TASTES:
+        for tau in ("0.1", "0.25", "0.4"):
+            common = (
+                f"validation.tastes=[{taste}]", f"policies.tab.rewards.tau={tau}", f"validation.tau_report={tau}",
+            )  # fmt: skip
+            names = [f"{floor} · {words}, τ = {tau}" for floor in ("floor", "no floor")]
+            runs += seeds("silence", names[0], common)
+            runs += seeds("silence", names[1], (*common, f"{TRAIN}silence.floor=0"))
+            pairs.append((names[0], names[1]))
+    return Study(
+        "silence",
+        "Show rate with and without its floor, over three thresholds and two base accept rates",
+        tuple(runs),
+        (
+            *columns("sampled", "shown", "accept_shown", "accept", "reward", "judge/report", "characters"),
+            Column("largest.multiplier", "largest λ", ".2f", "extras"),
+        ),
+        compare=tuple(pairs),
+        compared=("sampled.shown", "sampled.accept_shown", "sampled.reward"),
+        curves=("sampled.shown", "sampled.accept_shown"),
+    )
+
+
+# -------------------------------------------------------------------------------------------- noise
+
+
+def noise() -> Study:
+    """What wrong, missing and late verdicts cost, with and without the corrections."""
+    missing = ("validation.noise_missing=0.5",)
+    late = ("validation.noise_timeout=0.3",)
+    flipped = ("validation.noise_flip=0.2",)
+    arms: dict[str, tuple[str, ...]] = {
+        "clean": (),
+        "20 % flipped": flipped,
+        "20 % flipped, advantages to ±1": (*flipped, f"{TRAIN}advantage_limit=1"),
+        "20 % flipped, raw rewards": (*flipped, f"{TRAIN}mode=raw", "policies.tab.rewards.tau=0.025"),
+        "50 % missing, silence at the label rate": missing,
+        "50 % missing, all silence": (*missing, "validation.silent=all"),
+        "30 % time out, weight 0.5": (*late, "policies.tab.rewards.timeout_weight=0.5"),
+        "30 % time out, weight 1": (*late, "policies.tab.rewards.timeout_weight=1"),
+        "30 % time out, weight 0": (*late, "policies.tab.rewards.timeout_weight=0"),
+    }
+    return Study(
+        "noise",
+        "What noise in the verdicts costs, and what its corrections give back",
+        tuple(run for arm, overrides in arms.items() for run in seeds("noise", arm, overrides)),
+        columns("sampled", *SHORT) + columns("greedy", "reward", "judge/report"),
+        compare=tuple((arm, "clean") for arm in arms if arm != "clean"),
+        compared=("sampled.reward", "greedy.reward", "sampled.shown"),
+        curves=("sampled.reward", "greedy.reward"),
+    )
+
+
+# --------------------------------------------------------------------------------------- generalise
+
+HALF = (
+    "validation.data={out}/prompts/half.jsonl",
+    "validation.test={out}/prompts/other.jsonl",
+    "validation.tastes=[similar, short]",
+    "validation.report_tastes=[lenient, long]",
+)
+"""Learns from one half of the packages with users of two tastes; the report is of the other packages and of
+users of two other tastes."""
+SAME = (
+    "validation.data={out}/prompts/half.jsonl",
+    "validation.tastes=[similar, short]",
+    "validation.completions=1",
+)
+"""Measures a model on held-out files of the packages that it learned from, and its own users."""
+
+
+def generalise() -> Study:
+    """Other packages and other users, and what was forgotten, over learning rate and KL."""
+    runs: list[Run] = []
+    for rate in RATES:
+        for coefficient in ("0", "0.02", "0.1"):
+            arm = f"KL {coefficient} · lr {rate}"
+            overrides = (*HALF, lr(rate), f"{TRAIN}kl_coefficient={coefficient}")
+            runs += [
+                replace(run, save=True) for run in seeds("generalise", arm, overrides, extras=("forgetting",))
+            ]
+            if coefficient == "0.02":
+                runs += [
+                    Run("generalise", f"KL {coefficient}, on its own half · lr {rate}", seed, SAME, 0.15,
+                        start=f"generalise/{arm}/{seed}")
+                    for seed in range(3)
+                ]  # fmt: skip
+    base = "before learning"
+    runs.append(Run("generalise", f"{base} · other half", 0, (*HALF, "validation.completions=1"), 0.2,
+                    extras=("forgetting",)))  # fmt: skip
+    runs.append(Run("generalise", f"{base} · own half", 0, SAME, 0.15))
+    return Study(
+        "generalise",
+        "Learned from half of the packages and users, measured on the other half, and what was forgotten",
+        tuple(runs),
+        (
+            *columns("sampled", *SHORT),
+            *columns("greedy", "reward", "judge/report", "exact", "similarity"),
+            Column("forgetting.left_to_right", "left-to-right loss, nats", ".4f", "extras"),
+            Column("forgetting.middle", "loss on the authors' middles", ".4f", "extras"),
+        ),
+    )
+
+
+def supervised() -> Study:
+    """Three ways to learn from the same number of completions."""
+    tuned = (
+        "validation.completions=1", "validation.warmstart.source=accepted", "validation.warmstart.completions=6144",
+    )  # fmt: skip
+    offline = ("validation.publish_every=0", f"{TRAIN}version_every=4", f"{TRAIN}staleness=100")
+    runs: list[Run] = []
+    for rate in RATES:
+        for epochs in (1, 4):
+            words = (*tuned, f"validation.warmstart.lr={rate}", f"validation.warmstart.epochs={epochs}")
+            arm = f"supervised on the accepted, {epochs} epoch{'s' * (epochs > 1)} · lr {rate}"
+            runs += seeds("supervised", arm, words, cost=0.7, extras=("forgetting",))
+        runs += seeds("supervised", f"offline RL, all of the base's · lr {rate}", (*offline, lr(rate)),
+                      extras=("forgetting",))  # fmt: skip
+        runs += seeds("supervised", f"online RL · lr {rate}", (lr(rate),), extras=("forgetting",))
+    rl = "online RL"
+    others = list(dict.fromkeys(run.arm.partition(" · ")[0] for run in runs if not run.arm.startswith(rl)))
+    return Study(
+        "supervised",
+        "Supervised, offline and online learning from 6,144 completions and their verdicts",
+        tuple(runs),
+        (
+            *columns("sampled", *SHORT),
+            *columns("greedy", "reward", "judge/report", "exact"),
+            Column("forgetting.left_to_right", "left-to-right loss, nats", ".4f", "extras"),
+        ),
+        compare=tuple((f"{rl} · lr {rate}", f"{other} · lr {rate}") for rate in RATES for other in others),
+        compared=("sampled.reward", "greedy.reward"),
+    )
+
+
+# ----------------------------------------------------------------------------------------- personal
+
+COHORTS = ("short", "long", "commented", "bare")
+"""Tastes that oppose each other by pairs."""
+CROWD = (f"validation.tastes=[{', '.join(COHORTS)}]", "validation.users=20", "validation.spread=0.15")
+LORA = (f"{TRAIN}lora.rank=16", f"{TRAIN}lora.alpha=32")
+ONE_USER = (
+    *CROWD,
+    *LORA,
+    "policies.tab.rewards.tau=0.1",
+    f"{TRAIN}batch=16",
+    "validation.completions=208",
+    "validation.evaluate_every=0",
+    "validation.test_prompts=400",
+)
+"""200 verdicts of one user, a few answers being silent."""
+ADAPTER_RATES = ("3e-4", "1e-3")
+
+
+def personal() -> Study:
+    """One adapter a user on the shared policy."""
+    shared = Run(
+        "personal", "shared policy", 0, (*CROWD, lr("1e-4"), "validation.test_prompts=400"), 1.0, save=True
+    )
+    runs = [shared]
+    names = [f"{cohort}-{number}" for number in range(1, 6) for cohort in COHORTS]
+    for rate in ADAPTER_RATES:
+        for place, name in enumerate(names):
+            words = (*ONE_USER, f"validation.user={name}", f"{TRAIN}lora.lr={rate}")
+            runs.append(
+                Run("personal", f"an adapter a user, lr {rate}", place, words, 0.12, start=shared.key)
+            )
+            if rate == ADAPTER_RATES[-1]:
+                runs.append(Run("personal", f"an adapter a user on the base model, lr {rate}", place, words, 0.12, 2))
+    return Study(
+        "personal",
+        "200 verdicts of one user: their adapter against the shared policy, over 20 users",
+        tuple(runs),
+        (
+            *(Column(c.metric, c.title, c.form) for c in columns("sampled", "accept_shown", "accept", "shown")),
+            Column("sampled.accept_shown", "gain in accepted of shown", "+.1%", "gain"),
+            Column("sampled.accept", "gain in accepted of all", "+.1%", "gain"),
+            *columns("greedy", "accept_shown", "accept"),
+            Column("greedy.accept_shown", "gain in accepted of shown", "+.1%", "gain"),
+            Column("greedy.accept", "gain in accepted of all", "+.1%", "gain"),
+        ),
+        units="users",
+    )
+
+
+def cohorts() -> Study:
+    """One adapter a cohort on the shared policy."""
+    runs: list[Run] = []
+    for seed in range(3):
+        shared = Run("cohorts", "shared policy", seed, (*CROWD, lr("1e-4")), save=True)
+        runs.append(shared)
+        for cohort in COHORTS:
+            own = (f"validation.tastes=[{cohort}]", "validation.users=5", "validation.spread=0.15")
+            words = (*own, *LORA, f"{TRAIN}lora.lr=1e-3", "policies.tab.rewards.tau=0.1")
+            runs.append(
+                Run("cohorts", f"adapter of cohort {cohort}", seed, (*words, "validation.completions=2048"), 0.4,
+                    start=shared.key)
+            )  # fmt: skip
+    return Study(
+        "cohorts",
+        "An adapter for each cohort against the shared policy, for the cohort's own users",
+        tuple(runs),
+        (
+            *columns("sampled", "accept_shown", "accept", "shown", "characters"),
+            Column("sampled.accept_shown", "gain in accepted of shown", "+.1%", "gain"),
+            Column("sampled.accept", "gain in accepted of all", "+.1%", "gain"),
+            *columns("greedy", "accept"),
+            Column("greedy.accept", "gain in accepted of all", "+.1%", "gain"),
+        ),
+    )
+
+
+# ---------------------------------------------------------------------------------------- ablations
+
+STALE = (f"{TRAIN}version_every=4", f"{TRAIN}staleness=4", "validation.publish_every=20")
+"""The engine gets every 20th batch's weights: samples up to 19 steps and 4 versions old."""
+INT8 = ("validation.quantise=int8",)
+UNWEIGHTED = f"{TRAIN}importance_cap=null"
+UNBOUND = f"{TRAIN}dual_clip=null"
+
+
+def ablations() -> Study:
+    """Each part of the default off, where it can matter."""
+    cool = ("policies.tab.sampling.temperature=0.3", "validation.report_temperature=1")
+    arms: dict[str, tuple[str, ...]] = {
+        "default": (),
+        "no baseline, same τ": (f"{TRAIN}mode=raw", "policies.tab.rewards.tau=0.025"),
+        "no normalisation": (f"{TRAIN}normalise=false",),
+        "no KL term": (f"{TRAIN}kl_coefficient=0",),
+        "τ = 0": ("policies.tab.rewards.tau=0",),
+        "τ = 0.25": ("policies.tab.rewards.tau=0.25",),
+        "all at T=0.3": cool,
+        "all at T=0.3, 10 % at T=1": (
+            *cool, "policies.tab.exploration.users=all", "policies.tab.exploration.share=0.1",
+        ),
+        "a version every 4 steps": (f"{TRAIN}version_every=4",),
+        "stale": STALE,
+        "stale, no importance weights": (*STALE, UNWEIGHTED),
+        "stale, no dual clip": (*STALE, UNBOUND),
+        "stale, neither": (*STALE, UNWEIGHTED, UNBOUND),
+        "staler": (f"{TRAIN}version_every=8", f"{TRAIN}staleness=5", "validation.publish_every=48"),
+        "int8 engine": INT8,
+        "int8 engine, no importance weights": (*INT8, UNWEIGHTED),
+    }  # fmt: skip
+    against = {
+        "all at T=0.3, 10 % at T=1": "all at T=0.3",
+        "stale": "a version every 4 steps",
+        **{arm: "stale" for arm in arms if arm.startswith("stale,")},
+        "int8 engine, no importance weights": "int8 engine",
+    }
+    return Study(
+        "ablations",
+        "Each part of the default off, where it can matter",
+        tuple(run for arm, overrides in arms.items() for run in seeds("ablations", arm, overrides)),
+        (
+            *columns("sampled", *SHORT),
+            *columns("greedy", "reward", "judge/report"),
+            Column("smallest.ess", "smallest ESS", ".2f", "extras"),
+            Column("largest.kl", "largest KL", ".2f", "extras"),
+            Column("mean.clip_fraction", "clipped", ".2%", "extras"),
+        ),
+        compare=tuple((arm, against.get(arm, "default")) for arm in arms if arm != "default"),
+        compared=("sampled.reward", "greedy.reward", "sampled.judge/report"),
+    )
+
+
+def precision() -> Study:
+    """Number formats of the trainer's matrix products."""
+    arms = {name: (f"{TRAIN}dtype={name}",) for name in ("float32", "bfloat16", "float16")}
+    return Study(
+        "precision",
+        "Number formats of the trainer: gradient norms and what is learned",
+        tuple(run for arm, overrides in arms.items() for run in seeds("precision", arm, overrides, rank=1)),
+        (
+            Column("mean.gradient_norm", "mean gradient norm", ".3f", "extras"),
+            Column("largest.gradient_norm", "largest", ".3f", "extras"),
+            Column("mean.kl_behaviour", "KL to the engine", ".5f", "extras"),
+            *columns("sampled", *SHORT),
+        ),
+        compare=(("bfloat16", "float32"), ("float16", "float32")),
+        compared=("sampled.reward",),
+    )
+
+
+# ------------------------------------------------------------------------------------------- guards
+
+
+def guards() -> Study:
+    """Five sabotages: what stops each, and that the weights are the last good ones."""
+    arms: dict[str, tuple[tuple[str, ...], str]] = {
+        "lr × 100": ((f"{TRAIN}lr=3e-3",), ""),
+        "the reward's sign turned round": (
+            ("policies.tab.rewards.function=studies.sabotage:flipped", "policies.tab.rewards.weights={verdict: 0}"),
+            "",
+        ),
+        "NaN in a gradient": ((), "nan"),
+        "all feedback from one user": (("policies.tab.trust.owner=false", "validation.users=1"), ""),
+        "a judge that always fails": (
+            (
+                "validation.rater=judge", "validation.judge.kind=llm", "validation.judge.url=http://127.0.0.1:9/v1",
+                "validation.judge.model=nobody", "validation.judge.attempts=1",
+            ),
+            "",
+        ),
+    }  # fmt: skip
+    common = ("validation.completions=2048", "validation.test_prompts=400", "validation.evaluate_every=0")
+    return Study(
+        "guards",
+        "Five sabotages: what stopped each, and what was kept",
+        tuple(
+            Run("guards", arm, 0, (*common, *overrides), 0.25, extras=("weights",), sabotage=sabotage)
+            for arm, (overrides, sabotage) in arms.items()
+        ),
+        (
+            Column("steps", "steps until it was stopped", ".0f", "extras"),
+            Column("last_good_step", "step of the kept weights", ".0f", "extras"),
+            Column("weights.finite", "kept weights are numbers", ".0f", "extras"),
+            *columns("sampled", "reward", "judge/report", "shown"),
+        ),
+    )
+
+
+def models() -> Study:
+    """What the base model completes at the execution sites, to be run where tests can be."""
+    run = Run("models", "base", 0, ("validation.completions=1",), 0.2, extras=("forgetting", "execution"))
+    return Study("models", "The base model's completions for execution", (run,), columns("greedy", *WHOLE))
+
+
+def studies() -> tuple[Study, ...]:
+    """All of them, the most important first."""
+    return (
+        headline(), models(), guards(), silence(), noise(), personal(), cohorts(), ablations(), generalise(),
+        supervised(), precision(),
+    )  # fmt: skip
+
+
+NAMES = tuple(study.name for study in studies())

@@ -1,0 +1,367 @@
+"""One run: settings from overrides, an `onlinerl.validate` course, and what of its report is kept.
+
+Also lays out once what the runs share: prompts as JSONL files, and the tiny model of a rehearsal.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import re
+import shutil
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from onlinerl.config import Settings, load_settings
+from onlinerl.datasets import fim
+from onlinerl.datasets.fim import FimPrompt
+from onlinerl.text import templates
+from studies import sabotage
+from studies.plan import Outcome, Run
+from studies.workers import Work
+
+TRAIN, TEST = 3000, 1000
+"""Prompts to learn from and held out, as many as the seed's."""
+CHARACTERS = 1000
+"""Around the cursor: about 200 tokens of the built-in model."""
+TAU = 0.025
+"""τ of all reported rewards per opportunity, frozen before the first run: half of the base model's accepts
+per opportunity at T=1 (4.9 % of 240 held-out prompts, on two CPU cores)."""
+OTHER_TAUS = (0.0, 0.1, 0.25)
+"""τ of the further columns, since another τ is another question."""
+COMMON = (
+    "validation.data={out}/prompts/all.jsonl",
+    f"validation.train_prompts={TRAIN}",
+    f"validation.test_prompts={TEST}",
+    f"validation.characters={CHARACTERS}",
+    "validation.completions=6144",
+    "validation.evaluate_every=16",
+    "validation.evaluate_prompts=400",
+    f"validation.tau_report={TAU}",
+    "policies.tab.train.batch=64",
+    "policies.tab.train.microbatch=16384",
+    "policies.tab.sampling.max_tokens=48",
+)
+"""Settings of every run, before its own."""
+SMALL = (
+    "policies.tab.model={out}/tiny",
+    "policies.tab.train.batch=8",
+    "policies.tab.sampling.max_tokens=6",
+    "validation.train_prompts=40",
+    "validation.test_prompts=6",
+    "validation.evaluate_prompts=4",
+    "validation.evaluate_every=2",
+    "validation.completions=48",
+)
+"""Settings of a rehearsal, after the run's own."""
+
+
+def lay_out(out: Path, *, small: bool = False, every: Sequence[str] = ()) -> None:
+    """Write what the runs share into `out`; prompts and models that are there stay. `every`: settings of all
+    runs, before their own."""
+    prompts = out / "prompts"
+    prompts.mkdir(parents=True, exist_ok=True)
+    if not (prompts / "other.jsonl").exists():
+        train, test = (60, 40) if small else (TRAIN, TEST)
+        # Twice as many, since half of the packages has half of them. The order is round robin over files, so
+        # that the first ones are what a smaller limit would have given.
+        wide = fim.collect(split="train", limit=2 * train, characters=CHARACTERS).prompts
+        held = fim.collect(split="test", limit=2 * test, characters=CHARACTERS).prompts
+        fim.write(prompts / "all.jsonl", [*wide[:train], *held[:test]])
+        fim.write(prompts / "half.jsonl", [*halves(wide)[0], *halves(held)[0]])
+        fim.write(prompts / "other.jsonl", halves(held)[1][:test])
+    if small and not (out / "tiny").exists():
+        tiny_model(out / "tiny")
+    shared = {"before": [*COMMON, *every], "after": list(SMALL) if small else []}
+    (out / "settings.json").write_text(json.dumps(shared, indent=1) + "\n", encoding="utf-8")
+
+
+def package(path: str) -> str:
+    """The package that a file of the standard library belongs to, its tests included.
+
+    >>> package("json/decoder.py"), package("test/test_json/test_dump.py"), package("csv.py")
+    ('json', 'json', 'csv')
+    """
+    parts = path.removesuffix(".py").split("/")
+    return parts[1].removeprefix("test_") if parts[0] == "test" else parts[0]
+
+
+def halves(prompts: Sequence[FimPrompt]) -> tuple[list[FimPrompt], list[FimPrompt]]:
+    """Prompts of one half of the packages and of the other, in turn by the packages' names."""
+    names = sorted(fim.HELD_OUT)
+    first = set(names[::2])
+    one = [prompt for prompt in prompts if package(prompt.path) in first]
+    return one, [prompt for prompt in prompts if package(prompt.path) not in first]
+
+
+def prepare(out: Path) -> Work:
+    """In a worker: import what is heavy; see `workers.Prepare`."""
+    import onlinerl.validate.run  # noqa: F401 - seconds of imports, before the first run's clock starts
+
+    from transformers.utils import logging
+
+    logging.disable_progress_bar()
+    shared: dict[str, list[str]] = json.loads((out / "settings.json").read_text(encoding="utf-8"))
+    return lambda run: perform(run, out, shared)
+
+
+def settings_of(run: Run, out: Path, shared: Mapping[str, Sequence[str]]) -> Settings:
+    """The whole tree. Raises SettingsError for an override that is wrong."""
+    own = (
+        f"validation.name={_slug(run.key)}",
+        f"validation.seed={run.seed}",
+        f"policies.tab.train.seed={run.seed}",
+        "policies.tab.train.threads=1",
+    )
+    saved = (f"validation.save={saved_at(out, run.key)}",) if run.save or run.extras else ()
+    start = (f"policies.tab.model={saved_at(out, run.start)}",) if run.start is not None else ()
+    words = [*shared["before"], *own, *run.overrides, *shared["after"], *start, *saved]
+    return load_settings(None, [word.replace("{out}", str(out)) for word in words], home=out / "home")
+
+
+def saved_at(out: Path, key: str) -> Path:
+    """Where a run's final weights are kept."""
+    return out / "models" / _slug(key)
+
+
+def _slug(key: str) -> str:
+    """A name that a file and a report may have, unique."""
+    plain = re.sub(r"[^A-Za-z0-9]+", "-", key)[:48].strip("-")
+    return f"{plain}-{hashlib.sha256(key.encode()).hexdigest()[:8]}"
+
+
+def perform(run: Run, out: Path, shared: Mapping[str, Sequence[str]]) -> Outcome:
+    """Make the run; errors are raised."""
+    from onlinerl.validate import run as validation
+
+    began = time.perf_counter()
+    settings = settings_of(run, out, shared)
+    saved = settings.validation.save
+    if saved is not None:
+        shutil.rmtree(saved, ignore_errors=True)  # of a command that was killed
+    with sabotage.KINDS[run.sabotage]():
+        tree = validation.run(settings, quiet=True)
+    found = {name: EXTRAS[name](saved, settings, run, out) for name in run.extras if saved is not None}
+    if saved is not None and not run.save:
+        shutil.rmtree(saved)
+    folder = settings.home / "validation" / settings.validation.name
+    log = steps(folder / "log.jsonl")
+    shutil.rmtree(folder / "tensorboard", ignore_errors=True)
+    last = tree["stages"][-1]
+    return Outcome(
+        study=run.study,
+        arm=run.arm,
+        seed=run.seed,
+        state="guard" if tree["stopped_by"] else "finished",
+        message=tree["stopped_by"] or "",
+        seconds=round(time.perf_counter() - began, 2),
+        overrides=run.overrides,
+        start=means(tree["stages"][0]["metrics"]),
+        final=means(last["metrics"]),
+        errors=errors(last["metrics"]),
+        curve=tuple(
+            {"completions": point["completions"], **_only(means(point["metrics"]), CURVED)}
+            for point in tree["curve"]
+        ),
+        extras={
+            "tau": tree["tau"],
+            "steps": tree["steps"],
+            "completions": tree["completions"],
+            "last_good_step": last["step"],
+            "left_out": tree["left_out"],
+            "spent": tree["seconds"],
+            **log,
+            **{f"{name}.{key}": value for name, more in found.items() for key, value in more.items()},
+        },
+    )
+
+
+CURVED = frozenset(("reward", "accept", "accept_shown", "shown", "judge/report", "characters", "similarity"))
+"""Metrics that a curve keeps."""
+
+
+def means(metrics: Mapping[str, Mapping[str, Mapping[str, float | None]]]) -> dict[str, float]:
+    """`greedy.NAME` and `sampled.NAME` of a report's stage or point; with the reward under OTHER_TAUS, which
+    is accepts − τ · shown, both per opportunity."""
+    found: dict[str, float] = {}
+    for how, numbers in metrics.items():
+        for name, one in numbers.items():
+            if one["mean"] is not None:
+                found[f"{how}.{name}"] = _short(one["mean"])
+        for tau in OTHER_TAUS:
+            accept, shown = found[f"{how}.accept"], found[f"{how}.shown"]
+            found[f"{how}.reward@{tau:g}"] = _short(accept - tau * shown)
+    return found
+
+
+def errors(metrics: Mapping[str, Mapping[str, Mapping[str, float | None]]]) -> dict[str, float]:
+    """Standard errors over prompts, clustered by file, by the same names as `means`."""
+    return {
+        f"{how}.{name}": _short(one["error"])
+        for how, numbers in metrics.items()
+        for name, one in numbers.items()
+        if one["error"] is not None
+    }
+
+
+LOGGED = ("gradient_norm", "kl", "kl_behaviour", "entropy", "clip_fraction", "ess", "staleness", "vetoed", "multiplier")
+"""Numbers of the steps that are kept, as means and at their worst."""
+
+
+def steps(path: Path) -> dict[str, float]:
+    """`mean.NAME` and `largest.NAME` (`smallest.ess`) over the steps of a run's log."""
+    with path.open(encoding="utf-8") as file:
+        rows = [row for line in file if (row := json.loads(line))["event"] == "step"]
+    found: dict[str, float] = {}
+    for name in LOGGED:
+        values = [float(row[name]) for row in rows if row.get(name) is not None]
+        if values:
+            found[f"mean.{name}"] = _short(sum(values) / len(values))
+            worst = ("smallest", min(values)) if name in ("ess", "entropy") else ("largest", max(values))
+            found[f"{worst[0]}.{name}"] = _short(worst[1])
+    return found
+
+
+def _only(found: Mapping[str, float], names: frozenset[str]) -> dict[str, float]:
+    return {name: value for name, value in found.items() if name.partition(".")[2] in names}
+
+
+def _short(value: float) -> float:
+    return float(f"{value:.5g}")
+
+
+# ------------------------------------------------------------------------------------------- extras
+
+
+def weights(saved: Path, settings: Settings, run: Run, out: Path) -> dict[str, float]:
+    """Whether the saved weights are numbers, and how many of their tensors are not the start's."""
+    from safetensors.torch import load_file
+
+    from onlinerl.weights.models import resolve_model
+
+    start = resolve_model(settings.policies["tab"].model)
+    after, before = (load_file(folder / "model.safetensors") for folder in (saved, start))
+    return {
+        "finite": float(all(bool(tensor.isfinite().all()) for tensor in after.values())),
+        "changed": float(sum(not after[name].equal(before[name]) for name in after)),
+    }
+
+
+PLAIN = 300
+"""Held-out prompts whose surroundings are read from left to right."""
+
+
+def forgetting(saved: Path, settings: Settings, run: Run, out: Path) -> dict[str, float]:
+    """Left-to-right loss on held-out files and loss on what their authors wrote in the middle, in nats per
+    token, with their standard errors."""
+    from onlinerl.text.codec import Codec
+    from onlinerl.validate import forgetting as module
+
+    place = settings.validation.test or settings.validation.data
+    assert place is not None
+    most = min(PLAIN, settings.validation.test_prompts)
+    prompts = [one for one in fim.read(place) if settings.validation.test or fim.is_test(one.path)][:most]
+    codec = Codec.open(saved)
+    template = templates.find(codec.added.get)
+    assert template is not None
+    texts, groups = module.plain(prompts)
+    plain = module.left_to_right_loss(saved, codec.encode, texts, groups=groups)
+    middle = module.middle_loss(
+        saved, codec.encode, prompts, lambda one: codec.encode(template.render(one.prefix, one.suffix)),
+        stop=codec.eos_ids[0],
+    )  # fmt: skip
+    return {
+        "left_to_right": _short(plain.mean),
+        "left_to_right_error": _short(plain.standard_error),
+        "middle": _short(middle.mean),
+        "middle_error": _short(middle.standard_error),
+    }
+
+
+SITE_TEMPERATURES = (0.0, 0.2)
+SITE_TOKENS = 96
+"""Longest completion of a site: four lines."""
+
+
+def execution(saved: Path, settings: Settings, run: Run, out: Path) -> dict[str, float]:
+    """Complete the sites of `out/execution-prompts.jsonl` and write `out/execution/RUN.T.json`, for
+    `python -m onlinerl.validate.execution run` on a machine that has their tests. Without that file none."""
+    from onlinerl.validate.engine import LocalEngine
+    from onlinerl.validate.rollouts import Rollouts
+
+    file = out / "execution-prompts.jsonl"
+    if not file.exists():
+        return {"sites": 0}
+    names = [json.loads(line)["id"] for line in file.read_text(encoding="utf-8").splitlines()]
+    prompts = fim.read(file)
+    engine = LocalEngine(settings.policies["tab"].engine, batch=64, threads=1)
+    try:
+        engine.read(0, saved)
+        rollouts = Rollouts(engine, saved, "tab", seed=run.seed)
+        for temperature in SITE_TEMPERATURES:
+            answers = rollouts.answers(
+                prompts, 0, temperature=temperature, top_p=1.0, max_tokens=SITE_TOKENS, seed="site"
+            )
+            made = {name: [one.completion] for name, one in zip(names, answers, strict=True)}
+            path = out / "execution" / f"{_slug(run.key)}.T{temperature:g}.json"
+            path.parent.mkdir(exist_ok=True)
+            path.write_text(json.dumps(made, ensure_ascii=False), encoding="utf-8")
+    finally:
+        engine.stop()
+    return {"sites": len(prompts)}
+
+
+EXTRAS: Mapping[str, Callable[[Path, Settings, Run, Path], Mapping[str, float]]] = {
+    "weights": weights,
+    "forgetting": forgetting,
+    "execution": execution,
+}
+"""What may be measured on the saved weights of a run."""
+
+
+# ------------------------------------------------------------------------------------- machine, tiny
+
+
+def machine(words: Sequence[str], processes: int, gpus: int) -> dict[str, Any]:
+    """What it runs on, without names."""
+    import platform
+
+    import torch
+
+    from onlinerl.validate.report import libraries
+
+    names = [torch.cuda.get_device_name(number) for number in range(min(gpus, torch.cuda.device_count()))]
+    return {
+        "command": " ".join(["python -m studies", *words]),
+        "gpus": names,
+        "cores": os.cpu_count(),
+        "processor": platform.machine(),
+        "processes": processes,
+        "libraries": libraries(),
+    }
+
+
+def tiny_model(folder: Path) -> Path:
+    """A random two-layer model with the built-in model's tokenizer, for rehearsals."""
+    import torch
+    from transformers import Qwen2Config, Qwen2ForCausalLM
+
+    from onlinerl.weights.models import resolve_model
+
+    source = resolve_model("fim-27m")
+    settings = json.loads((source / "config.json").read_text(encoding="utf-8"))
+    settings |= {
+        "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2,
+        "num_key_value_heads": 1,
+    }  # fmt: skip
+    settings.pop("layer_types")
+    torch.manual_seed(0)
+    model: Any = Qwen2ForCausalLM(Qwen2Config(**settings))
+    model.to(torch.bfloat16).save_pretrained(folder)
+    for file in source.iterdir():
+        if file.name.startswith("tokenizer"):
+            shutil.copyfile(file, folder / file.name)
+    return folder

@@ -1,0 +1,532 @@
+"""Offline validation: the whole loop on a tiny random model, its guards, and its arithmetic by hand."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import math
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from onlinerl.config import Engine, Settings, Validation, load_settings
+from onlinerl.datasets.fim import FimPrompt
+from onlinerl.datasets.users import TASTES
+from onlinerl.errors import JudgeError, SettingsError, VersionNotLoaded
+from onlinerl.learning.advantages import advantages
+from onlinerl.learning.batches import PolicyModel, pack
+from onlinerl.learning.judges import Judge, Judgement, ReferenceJudge
+from onlinerl.records import Finish, FinishReason, Generation, Token, Verdict
+from onlinerl.validate import evaluate
+from onlinerl.validate.__main__ import main
+from onlinerl.validate.course import check
+from onlinerl.validate.engine import LocalEngine, int8_round_trip
+from onlinerl.validate.evaluate import Estimate, Scores, ratio
+from onlinerl.validate.raters import JudgeRater, UserRater
+from onlinerl.validate.rollouts import Answer, Rollouts
+from onlinerl.validate.run import run
+from tests.fims import fim_model, offline
+from tests.judge_endpoint import Endpoint, failed, serving
+
+ROOT = Path(__file__).parents[1]
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("offline")
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return fim_model(tmp_path_factory.mktemp("model") / "tiny")
+
+
+@pytest.fixture
+def engine(model: Path) -> Iterator[LocalEngine]:
+    made = LocalEngine(Engine(), batch=8, threads=1)
+    made.read(0, model)
+    yield made
+    made.stop()
+
+
+def answer(text: str, *, middle: str = "return x + 1", reason: FinishReason = FinishReason.STOP) -> Answer:
+    return Answer(
+        id="a",
+        index=0,
+        prompt=FimPrompt("def f(x):\n    ", "\n", middle, "f.py", "python"),
+        prompt_ids=(257, 1, 258, 2, 259),
+        ids=(*range(len(text)), 256),
+        logprobs=(-1.0,) * (len(text) + 1),
+        completion=text,
+        reason=reason,
+        version=0,
+        temperature=1.0,
+        top_p=1.0,
+    )
+
+
+# -------------------------------------------------------------------------------------------- engine
+
+
+def request(seed: int, version: int = 0, **changes: Any) -> Generation:
+    made = Generation(
+        id=f"g{seed}", policy="tab", version=version, prompt_ids=(257, 65, 66, 258, 67, 259), max_tokens=8,
+        seed=seed, stop_ids=(256,),
+    )  # fmt: skip
+    return replace(made, **changes)
+
+
+def test_a_batch_is_sampled_as_single_requests_are(engine: LocalEngine) -> None:
+    async def one(seed: int) -> list[Token | Finish]:
+        return [item async for item in engine.generate(request(seed))]
+
+    batch = engine.sample([request(seed) for seed in range(20)])
+    assert len({rollout.ids for rollout in batch}) > 15
+    for seed, rollout in enumerate(batch):
+        *tokens, finish = asyncio.run(one(seed))
+        assert tuple(token.id for token in tokens if isinstance(token, Token)) == rollout.ids
+        logprobs = [token.logprob for token in tokens if isinstance(token, Token)]
+        assert logprobs == pytest.approx(rollout.logprobs, abs=1e-4)
+        assert finish == Finish(rollout.reason)
+
+
+def test_the_engines_logprobs_are_the_trainers(engine: LocalEngine, model: Path) -> None:
+    rollouts = Rollouts(engine, model, "tab", seed=1)
+    prompts = [FimPrompt(f"x{n} = ", "\n", "1", "a.py", "python") for n in range(6)]
+    answers = rollouts.answers(prompts, 0, temperature=0.7, top_p=1.0, max_tokens=9, group=2)
+    assert [one.index for one in answers] == [0, 1] * 6
+    assert len({one.id for one in answers}) == 6
+    samples = [one.sample("tab", user="", verdict=Verdict.ACCEPTED, source="native") for one in answers]
+    policy = PolicyModel.load(model, torch.device("cpu"), torch.float32)
+    made = pack(samples, range(len(samples)), policy.device, padded=policy.padded)
+    with torch.no_grad():
+        scored = policy.score(made).logprobs
+    said = [logprob for one in samples for logprob in one.behavior_logprobs]
+    assert scored.tolist() == pytest.approx(said, abs=1e-3)
+
+
+def test_weights_from_memory_are_a_version_and_later_changes_of_theirs_are_not(
+    engine: LocalEngine, model: Path
+) -> None:
+    policy = PolicyModel.load(model, torch.device("cpu"), torch.float32)
+    engine.put(7, policy.weights())
+    requests = [request(seed) for seed in range(8)]
+    before = engine.sample(requests)
+    assert engine.sample([replace(one, version=7) for one in requests]) == before
+    with torch.no_grad():
+        for parameter in policy.parameters().values():
+            parameter.add_(0.3 * torch.randn_like(parameter))
+    assert engine.sample([replace(one, version=7) for one in requests]) == before
+    engine.put(8, policy.weights())
+    assert engine.sample([replace(one, version=8) for one in requests]) != before
+    engine.forget(7)
+    with pytest.raises(VersionNotLoaded):
+        engine.sample([request(0), request(1, version=7)])
+    assert engine.sample(requests) == before  # nothing of the refused batch is in the way
+
+
+def test_int8_keeps_each_row_within_half_a_step() -> None:
+    weight = torch.randn(6, 40) * torch.tensor([1.0, 10.0, 0.1, 1.0, 1.0, 0.0])[:, None]
+    rounded = int8_round_trip(weight)
+    step = weight.abs().amax(dim=1, keepdim=True) / 127
+    assert bool(((rounded - weight).abs() <= step / 2 + 1e-7).all())
+    assert not torch.equal(rounded, weight)
+    wide = int8_round_trip(torch.randn(1, 5000))
+    assert 100 < len(set(wide[0].tolist())) <= 255
+
+
+def test_a_quantised_engine_says_other_logprobs(model: Path) -> None:
+    policy = PolicyModel.load(model, torch.device("cpu"), torch.float32)
+    said = []
+    for quantise in (False, True):
+        engine = LocalEngine(Engine(), batch=8, threads=1, quantise=quantise)
+        try:
+            engine.read(0, model)
+            engine.put(1, policy.weights())
+            said.append([one.logprobs for one in engine.sample([request(s, version=1) for s in range(4)])])
+        finally:
+            engine.stop()
+    assert said[0] != said[1]
+    assert said[0][0][0] == pytest.approx(said[1][0][0], abs=0.5)
+
+
+# ------------------------------------------------------------------------------------------ raters
+
+
+class Failing:
+    """A judge that fails on every `each`-th completion."""
+
+    name = "failing"
+
+    def __init__(self, each: int = 1) -> None:
+        self.each = each
+
+    async def judge(self, pairs: Sequence[tuple[FimPrompt, str]]) -> list[Judgement]:
+        return [
+            Judgement(None, reason="503 from the endpoint") if n % self.each == 0 else Judgement(8.0)
+            for n, _ in enumerate(pairs)
+        ]
+
+
+def test_what_a_judge_fails_on_is_masked_and_counted() -> None:
+    rater = JudgeRater(Failing(each=4), "tab")
+    samples = asyncio.run(rater.rate([answer("x")] * 8))
+    assert [(one.score, one.verdict) for one in samples] == [(0.8, Verdict.ACCEPTED)] * 6
+    assert rater.left_out == {"judge failed": 2}
+    with pytest.raises(JudgeError, match=r"failed on 4 of 4 completions.*503 from the endpoint"):
+        asyncio.run(JudgeRater(Failing(), "tab").rate([answer("x")] * 4))
+
+
+def rated(count: int = 400, text: str = "return x + 1", **noise: float) -> tuple[UserRater, list[Verdict]]:
+    rater = UserRater(Validation(tastes=("line",), users=2, **noise), "tab")
+    return rater, [one.verdict for one in asyncio.run(rater.rate([answer(text)] * count))]
+
+
+def test_users_follow_their_taste_and_the_noise_its_shares() -> None:
+    _, verdicts = rated()
+    assert 0.95 < verdicts.count(Verdict.ACCEPTED) / 400 < 1.0  # 2 % of `line` is noise of its own
+    _, verdicts = rated(noise_flip=0.2)
+    assert 0.73 < verdicts.count(Verdict.ACCEPTED) / 400 < 0.87
+    rater, verdicts = rated(noise_missing=0.5)
+    assert 160 < len(verdicts) < 240
+    assert rater.left_out["not rated"] == 400 - len(verdicts)
+    _, verdicts = rated(noise_timeout=0.5)
+    assert 160 < verdicts.count(Verdict.TIMEOUT) < 240
+    assert len(verdicts) == 400
+
+
+def test_silence_is_drawn_at_the_label_rate_of_the_shown() -> None:
+    rater = UserRater(Validation(noise_missing=0.5), "tab")
+    asyncio.run(rater.rate([answer("return x")] * 200))
+    silent = asyncio.run(rater.rate([answer("")] * 200))
+    assert {one.verdict for one in silent} == {Verdict.SILENT}
+    assert 70 < len(silent) < 130
+    assert rater.left_out["surplus silent"] == 200 - len(silent)
+
+
+def test_an_answer_that_only_used_its_tokens_up_is_not_silent() -> None:
+    assert answer("").silent
+    assert not answer("", reason=FinishReason.LENGTH).silent
+
+
+# --------------------------------------------------------------------------------------- evaluation
+
+
+def test_a_ratio_and_its_error_by_hand() -> None:
+    # R = 6/4; residuals per file: a 1−1.5 + 2−1.5 = 0, b 3 − 3 = 0 … first cluster (a): 1, 2; second (b): 3
+    # with weights 1, 1, 2: e_a = 3 − 3 = 0, e_b = 3 − 3 = 0
+    assert ratio([1, 2, 3], [1, 1, 2], ["a", "a", "b"]) == Estimate(1.5, 0.0)
+    # mean of 0, 1, 1, 2 in three clusters: R = 1; e = −1 + 0, 0, 1 → variance = 3/2 · 2 / 16
+    one = ratio([0, 1, 1, 2], [1] * 4, ["a", "a", "b", "c"])
+    assert one.mean == 1.0
+    assert one.error == pytest.approx(math.sqrt(3 / 2 * 2 / 16))
+    assert (one.low, one.high) == pytest.approx((1 - 1.96 * one.error, 1 + 1.96 * one.error))
+    assert math.isnan(ratio([], [], []).mean)
+    assert math.isnan(ratio([1.0], [1.0], ["a"]).error)
+
+
+def test_rewards_rates_and_gains_of_scores() -> None:
+    prompts = tuple(FimPrompt("", "", "x", f"{n}.py", "python") for n in range(4))
+    before = Scores(prompts, {"accept": (0.5, 0.0, 1.0, 0.0), "shown": (1.0, 1.0, 1.0, 0.0)})
+    after = Scores(prompts, {"accept": (1.0, 0.0, 1.0, 0.0), "shown": (1.0, 0.0, 1.0, 0.0)})
+    assert before.rewards(0.25) == [0.25, -0.25, 0.75, 0.0]
+    found = before.estimates(0.25)
+    assert found["reward"].mean == pytest.approx(0.1875)
+    assert found["accept_shown"].mean == pytest.approx(0.5)
+    gain = after.gains(before, 0.25)["reward"]
+    assert gain.mean == pytest.approx((0.5 + 0.25 + 0 + 0) / 4)
+    assert gain.error < found["reward"].error
+    with pytest.raises(ValueError, match="same prompts"):
+        after.gains(Scores(prompts[:3], before.columns), 0.25)
+
+
+def test_scores_of_answers() -> None:
+    answers = [answer("return x + 1"), answer(""), answer("return (x")]
+    judges: dict[str, Judge] = {"train": ReferenceJudge(), "report": Failing()}
+    found = asyncio.run(evaluate.score(answers, [TASTES["similar"]], judges, examples=1))
+    assert found.columns["exact"] == (1.0, 0.0, 0.0)
+    assert found.columns["shown"] == (1.0, 0.0, 1.0)
+    assert found.columns["accept"][0] > 0.9
+    assert found.columns["accept"][1] == 0.0
+    assert found.columns["parses"] == (1.0, 1.0, 0.0) or found.columns["parses"] == (1.0, 0.0, 0.0)
+    assert found.columns["judge/train"][0] == pytest.approx(10.0)
+    assert all(math.isnan(score) for score in found.columns["judge/report"])
+    assert evaluate.as_json(found.estimates(0.1))["judge/report"]["mean"] is None
+    assert found.examples == (("return x + 1", "return x + 1"),)
+
+
+# ---------------------------------------------------------------------------------------- the course
+
+
+def report(settings: Settings) -> dict[str, Any]:
+    tree = run(settings, quiet=True)
+    folder = settings.home / "validation" / settings.validation.name
+    assert json.loads((folder / "report.json").read_text()) == json.loads(json.dumps(tree))
+    return tree
+
+
+def test_the_whole_course(base: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    saved = base / "saved"
+    settings = offline(
+        base,
+        f"validation.save={saved}",
+        "validation.evaluate_every=3",
+        "validation.forgetting_prompts=8",
+        "policies.tab.train.version_every=2",
+    )
+    tree = run(settings)
+    assert "reward per opportunity" in capsys.readouterr().out
+    assert tree["stopped_by"] is None
+    assert [stage["name"] for stage in tree["stages"]] == ["base", "RL"]
+    # 32 completions say what τ is, six batches are learned from
+    assert (tree["steps"], tree["completions"]) == (6, 128)
+    assert 0 < tree["tau"] <= 0.25
+    assert [point["step"] for point in tree["curve"]] == [0, 3, 6]
+    for how in ("greedy", "sampled"):
+        for stage in tree["stages"]:
+            for name in ("judge/train", "judge/report", "accept", "shown", "reward", "similarity"):
+                one = stage["metrics"][how][name]
+                assert one["low"] <= one["mean"] <= one["high"]
+    first, last = (stage["losses"]["left_to_right"] for stage in tree["stages"])
+    assert first["tokens"] == last["tokens"] > 0
+    assert first["mean"] != last["mean"]
+    gain = tree["stages"][1]["gains"]["sampled"]["reward"]
+    difference = (
+        tree["stages"][1]["metrics"]["sampled"]["reward"]["mean"]
+        - tree["stages"][0]["metrics"]["sampled"]["reward"]["mean"]
+    )
+    assert gain["mean"] == pytest.approx(difference)
+    folder = settings.home / "validation" / "offline"
+    assert {"report.md", "curve.png", "log.jsonl", "tensorboard"} <= {one.name for one in folder.iterdir()}
+    events = [json.loads(line) for line in (folder / "log.jsonl").read_text().splitlines()]
+    steps = [event for event in events if event["event"] == "step"]
+    assert len(steps) == 6
+    # published after each step, a version every second one: never older than the version before
+    assert {step["staleness"] for step in steps} == {0.0}
+    # the saved folder is a model like any other, and another one than the base
+    old, new = load_file(base / "model" / "model.safetensors"), load_file(saved / "model.safetensors")
+    assert old.keys() == new.keys()
+    assert any(not torch.equal(old[name], new[name]) for name in old)
+    again = offline(base, f"policies.tab.model={saved}", "validation.completions=16", "validation.name=again")
+    found, expected = report(again)["stages"][0]["metrics"], tree["stages"][1]["metrics"]
+    for how in ("greedy", "sampled"):  # but for the rounding to the base's number format
+        assert found[how]["accept"]["mean"] == pytest.approx(expected[how]["accept"]["mean"], abs=0.1)
+
+
+def test_the_same_seed_gives_the_same_course(base: Path) -> None:
+    few = "validation.completions=64"
+    first, second, third = (
+        report(offline(base, f"validation.seed={seed}", f"validation.name=s{number}", few))
+        for number, seed in enumerate((1, 1, 2))
+    )
+    assert first["stages"] == second["stages"]
+    assert first["tau"] == second["tau"]
+    assert first["stages"] != third["stages"]
+
+
+@pytest.mark.parametrize(
+    ("overrides", "said"),
+    [
+        (("policies.tab.train.lr=1.0", "policies.tab.train.guards.kl=0.05"), "guards.kl"),
+        (("policies.tab.rewards.weights={verdict: -1}",), "contradict the verdicts"),
+        (("policies.tab.trust.owner=false", "validation.users=1"), "trust.dominance"),
+    ],
+)
+def test_a_guard_ends_the_course_and_the_last_good_version_is_kept(
+    base: Path, tmp_path: Path, overrides: tuple[str, ...], said: str
+) -> None:
+    saved = tmp_path / "saved"
+    settings = offline(base, f"validation.save={saved}", "validation.name=guarded", *overrides)
+    tree = report(settings)
+    assert said in tree["stopped_by"]
+    assert tree["stages"][-1]["step"] == 0
+    old, new = load_file(base / "model" / "model.safetensors"), load_file(saved / "model.safetensors")
+    assert all(torch.equal(old[name], new[name]) for name in old)
+    assert tree["stages"][-1]["metrics"] == tree["stages"][0]["metrics"]
+
+
+def test_a_number_that_is_none_never_reaches_the_weights(
+    base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    settings = offline(base, f"validation.save={tmp_path / 'saved'}", "policies.tab.train.version_every=2")
+    whole: Callable[..., list[float]] = advantages
+    calls = []
+
+    def broken(*arguments: Any, **named: Any) -> list[float]:
+        calls.append(1)
+        found = whole(*arguments, **named)
+        return [math.nan, *found[1:]] if len(calls) == 4 else found
+
+    monkeypatch.setattr("onlinerl.validate.course.advantages", broken)
+    tree = report(settings)
+    assert "not a number" in tree["stopped_by"]
+    assert (tree["steps"], tree["stages"][-1]["step"]) == (3, 2)
+    saved = load_file(tmp_path / "saved" / "model.safetensors")
+    assert all(bool(torch.isfinite(tensor).all()) for tensor in saved.values())
+
+
+def test_a_judge_that_always_fails_ends_the_course(base: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("onlinerl.validate.course.make_judge", lambda settings, cache: Failing())
+    tree = report(offline(base, "validation.rater=judge"))
+    assert "failed on 16 of 16 completions" in tree["stopped_by"]
+    assert tree["steps"] == 0
+    assert tree["left_out"] == {"judge failed": 16}
+    assert tree["stages"][-1]["metrics"]["greedy"]["judge/train"]["mean"] is None
+    assert "503 from the endpoint" in tree["judge_faults"]["report"]
+
+
+async def test_an_llm_judge_that_refuses_the_key_ends_the_course_and_its_price_is_told_first(
+    base: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.delenv("LLMASJUDGE_API_KEY", raising=False)
+    async with serving(Endpoint(rest=lambda body: failed(401, "wrong key"))) as endpoint:
+        settings = offline(
+            base,
+            "validation.rater=judge",
+            f"validation.judge={{kind: llm, url: '{endpoint.url}', model: m}}",
+        )
+        tree = await asyncio.to_thread(report, settings)
+    assert "401" in tree["stopped_by"]
+    assert tree["steps"] == 0
+    # 128 to learn from, and 24 held-out prompts, greedy and sampled, before and after
+    assert "judge to train: 224 calls" in capsys.readouterr().err
+
+
+def test_groups_with_a_judge(base: Path) -> None:
+    tree = report(
+        offline(base, "validation.rater=judge", "validation.group=4", "policies.tab.train.mode=group")
+    )
+    assert (tree["steps"], tree["tau"]) == (8, 0.0)
+    assert tree["judges"] == {"train": "reference", "report": "similarity"}
+
+
+def test_offline_learning_from_the_starts_own_completions(base: Path) -> None:
+    with pytest.raises(SettingsError, match=r"raise train\.staleness \(2\) to 7"):
+        check(offline(base, "validation.publish_every=0", "policies.tab.train.version_every=1"))
+    settings = offline(
+        base,
+        "validation.publish_every=0",
+        "policies.tab.train.version_every=2",
+        "policies.tab.train.staleness=4",
+    )
+    assert report(settings)["steps"] == 6
+    log = settings.home / "validation" / "offline" / "log.jsonl"
+    steps = [json.loads(line) for line in log.read_text().splitlines()]
+    assert [one["staleness"] for one in steps if one["event"] == "step"] == [0, 0, 1, 1, 2, 2]
+
+
+def test_missing_verdicts_are_counted_and_batches_stay_full(base: Path) -> None:
+    tree = report(offline(base, "validation.noise_missing=0.5"))
+    assert tree["completions"] == 128
+    assert 2 <= tree["steps"] <= 4
+    assert tree["left_out"]["not rated"] > 20
+
+
+def test_warm_starts_are_a_stage_of_their_own(base: Path, tmp_path: Path) -> None:
+    settings = ("validation.warmstart.completions=64", "validation.warmstart.lr=1e-3")
+    tree = report(offline(base, "validation.warmstart.source=accepted", *settings))
+    assert [stage["name"] for stage in tree["stages"]] == ["base", "warm start", "RL"]
+    warm = tree["stages"][1]
+    assert 0 < warm["samples"] < 64
+    assert warm["metrics"] != tree["stages"][0]["metrics"]
+    assert warm["gains"]["greedy"]["reward"]["mean"] is not None
+    file = tmp_path / "larger.jsonl"
+    rows = [{"prefix": f"x{n} = ", "suffix": "\n", "middle": "aaaa"} for n in range(32)]
+    file.write_text("\n".join(map(json.dumps, rows)))
+    more = ("validation.warmstart.epochs=20", "policies.tab.train.lr=1e-6")
+    tree = report(offline(base, f"validation.warmstart.source={file}", *settings, *more))
+    assert tree["stages"][1]["samples"] == 32
+    taught = [example["completion"] for example in tree["stages"][1]["examples"]]
+    assert all(text.startswith("aaaa") for text in taught)
+
+
+@pytest.mark.parametrize("override", ["validation.quantise=int8", "policies.tab.train.lora.rank=2"])
+def test_variants_run(base: Path, override: str) -> None:
+    tree = report(offline(base, override, "validation.completions=96"))
+    assert tree["stopped_by"] is None
+    assert tree["steps"] == 4
+
+
+@pytest.mark.parametrize(
+    ("overrides", "said"),
+    [
+        (["validation.tastes=[nobody]"], "no taste 'nobody'"),
+        (["policies.tab.sampling.temperature=0.1"], "below train.temperature_floor"),
+        (["validation.group=3", "policies.tab.train.mode=group"], "must be a multiple"),
+        (["validation.group=4"], "mode: group"),
+        (["validation.warmstart.source=larger.jsonl"], "a file that is there"),
+        (["policies.tab.train.mode=group"], "mode: group"),
+        (["validation.policy=other"], "no policy 'other'"),
+        (["policies.a.model=x", "policies.b.model=y"], "several policies"),
+        (["validation.name=../x"], "letters, digits"),
+    ],
+)
+def test_settings_that_contradict_each_other_are_refused(overrides: list[str], said: str) -> None:
+    with pytest.raises(SettingsError, match=said):
+        check(load_settings(overrides=overrides))
+
+
+@pytest.mark.parametrize("name", ["seed_ppo", "seed_grpo_judge", "ours"])
+def test_the_examples_run(base: Path, name: str) -> None:
+    settings = offline(
+        base,
+        "policies.tab.train.batch=16",
+        "validation.completions=48",
+        file=ROOT / "examples" / f"{name}.yaml",
+    )
+    tree = report(settings)
+    assert tree["stopped_by"] is None
+    assert tree["steps"] >= 2
+    assert tree["name"] == name.replace("_", "-")
+
+
+def test_the_command_needs_nothing_that_serves_or_stores(base: Path) -> None:
+    lacking = ("sqlalchemy", "fastapi", "structlog", "uvicorn", "aiohttp", "alembic", "click", "uvloop")
+    script = f"""
+import sys
+for name in {lacking!r}:
+    sys.modules[name] = None
+from onlinerl.validate.__main__ import main
+sys.argv[1:] = ["--json"]
+sys.exit(main())
+"""
+    settings = offline(base, "validation.completions=48")
+    done = subprocess.run(
+        [sys.executable, "-c", script],
+        env=os.environ | {"ONLINERL_SETTINGS": settings.model_dump_json(), "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout)["steps"] >= 2
+
+
+def test_the_command_ends_with_its_codes(
+    base: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def command(*overrides: str) -> int:
+        settings = offline(base, "validation.completions=48", *overrides)
+        monkeypatch.setenv("ONLINERL_SETTINGS", settings.model_dump_json())
+        monkeypatch.setattr(sys, "argv", ["validate", "--json"])
+        return main()
+
+    assert command("policies.tab.rewards.weights={verdict: -1}") == 1
+    told = capsys.readouterr()
+    assert "contradict" in json.loads(told.out)["stopped_by"]
+    assert "contradict" in told.err
+    assert command("validation.group=4") == 2
+    told = capsys.readouterr()
+    assert (told.out, told.err.count("\n")) == ("", 1)
+    monkeypatch.delenv("ONLINERL_SETTINGS")
+    monkeypatch.setattr(sys, "argv", ["validate", "validation.nonsense=1"])
+    assert main() == 2
+    assert "unknown setting validation.nonsense" in capsys.readouterr().err
