@@ -34,6 +34,7 @@ from onlinerl.validate.raters import JudgeRater, UserRater
 from onlinerl.validate.rollouts import Answer, Rollouts
 from onlinerl.validate.run import run
 from tests.fims import fim_model, offline
+from tests.judge_endpoint import Endpoint, failed, serving
 
 ROOT = Path(__file__).parents[1]
 
@@ -275,7 +276,11 @@ def report(settings: Settings) -> dict[str, Any]:
 def test_the_whole_course(base: Path, capsys: pytest.CaptureFixture[str]) -> None:
     saved = base / "saved"
     settings = offline(
-        base, f"validation.save={saved}", "validation.evaluate_every=3", "policies.tab.train.version_every=2"
+        base,
+        f"validation.save={saved}",
+        "validation.evaluate_every=3",
+        "validation.forgetting_prompts=8",
+        "policies.tab.train.version_every=2",
     )
     tree = run(settings)
     assert "reward per opportunity" in capsys.readouterr().out
@@ -290,6 +295,9 @@ def test_the_whole_course(base: Path, capsys: pytest.CaptureFixture[str]) -> Non
             for name in ("judge/train", "judge/report", "accept", "shown", "reward", "similarity"):
                 one = stage["metrics"][how][name]
                 assert one["low"] <= one["mean"] <= one["high"]
+    first, last = (stage["losses"]["left_to_right"] for stage in tree["stages"])
+    assert first["tokens"] == last["tokens"] > 0
+    assert first["mean"] != last["mean"]
     gain = tree["stages"][1]["gains"]["sampled"]["reward"]
     difference = (
         tree["stages"][1]["metrics"]["sampled"]["reward"]["mean"]
@@ -314,8 +322,9 @@ def test_the_whole_course(base: Path, capsys: pytest.CaptureFixture[str]) -> Non
 
 
 def test_the_same_seed_gives_the_same_course(base: Path) -> None:
+    few = "validation.completions=64"
     first, second, third = (
-        report(offline(base, f"validation.seed={seed}", f"validation.name=s{number}"))
+        report(offline(base, f"validation.seed={seed}", f"validation.name=s{number}", few))
         for number, seed in enumerate((1, 1, 2))
     )
     assert first["stages"] == second["stages"]
@@ -371,6 +380,24 @@ def test_a_judge_that_always_fails_ends_the_course(base: Path, monkeypatch: pyte
     assert tree["steps"] == 0
     assert tree["left_out"] == {"judge failed": 16}
     assert tree["stages"][-1]["metrics"]["greedy"]["judge/train"]["mean"] is None
+    assert "503 from the endpoint" in tree["judge_faults"]["report"]
+
+
+async def test_an_llm_judge_that_refuses_the_key_ends_the_course_and_its_price_is_told_first(
+    base: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.delenv("LLMASJUDGE_API_KEY", raising=False)
+    async with serving(Endpoint(rest=lambda body: failed(401, "wrong key"))) as endpoint:
+        settings = offline(
+            base,
+            "validation.rater=judge",
+            f"validation.judge={{kind: llm, url: '{endpoint.url}', model: m}}",
+        )
+        tree = await asyncio.to_thread(report, settings)
+    assert "401" in tree["stopped_by"]
+    assert tree["steps"] == 0
+    # 128 to learn from, and 24 held-out prompts, greedy and sampled, before and after
+    assert "judge to train: 224 calls" in capsys.readouterr().err
 
 
 def test_groups_with_a_judge(base: Path) -> None:
@@ -435,6 +462,7 @@ def test_variants_run(base: Path, override: str) -> None:
         (["policies.tab.sampling.temperature=0.1"], "below train.temperature_floor"),
         (["validation.group=3", "policies.tab.train.mode=group"], "must be a multiple"),
         (["validation.group=4"], "mode: group"),
+        (["validation.warmstart.source=larger.jsonl"], "a file that is there"),
         (["policies.tab.train.mode=group"], "mode: group"),
         (["validation.policy=other"], "no policy 'other'"),
         (["policies.a.model=x", "policies.b.model=y"], "several policies"),

@@ -425,13 +425,24 @@ class Validation(Node):
     policy: str | None = None
     """The policy whose model, sampling, rewards and training are used; needed where there are several."""
     data: Path | None = None
-    """A folder of code, or a JSONL file of `prefix`, `suffix` and `middle`; default is the standard library's
-    packages that the built-in model never saw."""
+    """A folder of Python, or a JSONL file of `prefix`, `suffix` and `middle`; default is the standard
+    library's packages that the built-in model never saw."""
+    fields: dict[str, str] = {}
+    """Which columns of the JSONL file hold prefix, suffix, middle, path and language, where they have other
+    names; `prompt` is one with FIM markers in it."""
+    languages: tuple[str, ...] = ()
+    """Languages to take rows of; none named: all."""
+    language: str = ""
+    """Language of rows that do not say, neither in a column nor by the ending of their path."""
+    half: bool = False
+    """Learn from the first half of the libraries alone; the held-out prompts come from all."""
     test: Path | None = None
     """A JSONL file that the held-out prompts are taken from instead, whatever side of the split its files are
     on; those of files that are learned from are left out."""
     shortest: Count = 1
     """Least characters of what the author wrote, without surrounding space."""
+    longest: Count | None = None
+    """Most characters of what the author wrote; none: any number, and at most 400 in a folder."""
     characters: Annotated[int, Field(ge=16)] = 2048
     """Characters around the cursor, three quarters of them before it."""
     train_prompts: Count = 3000
@@ -457,7 +468,7 @@ class Validation(Node):
     users: Count = 8
     """Simulated users; prompts go to them in turn."""
     spread: Annotated[float, Field(ge=0, le=1)] = 0.0
-    """How far a user's own taste may lie from that of their cohort (`datasets/users.py`); 0: they share it."""
+    """How far a user's own taste may lie from their cohort's (`datasets/users.py`); 0: they share it."""
     user: str | None = None
     """Only this one of the users, such as `short-1`, rates, and the report's accept rate is theirs."""
     silent: Literal["rated", "all"] = "rated"
@@ -478,6 +489,9 @@ class Validation(Node):
     """Steps between two points of the learning curve; 0: its ends alone."""
     evaluate_prompts: Count = 200
     """Held-out prompts of a point of the curve; the table uses all."""
+    forgetting_prompts: Annotated[int, Field(ge=0)] = 0
+    """Held-out prompts on whose files the loss from left to right is measured, and that on what the author
+    wrote there; 0: not measured."""
     report_temperature: Annotated[float, Field(gt=0, le=2)] | None = None
     """Temperature of the second evaluation, beside the greedy one; default is that of `sampling`."""
     report_tastes: tuple[str, ...] = ()

@@ -15,12 +15,12 @@ import random
 import re
 import sysconfig
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
 from enum import StrEnum
 from pathlib import Path
 from types import MappingProxyType
-from typing import Literal
+from typing import Any, Literal
 
 from rich.console import Console
 from rich.progress import track
@@ -136,14 +136,18 @@ def collect(
     characters: int = 2048,
     kinds: Sequence[Kind] = tuple(Kind),
     shortest: int = 1,
+    longest: int = LONGEST_MIDDLE,
     test_share: float = 0.2,
+    only: Callable[[str], bool] | None = None,
     progress: bool = False,
 ) -> Collection:
     """Take up to `limit` prompts from the Python files under `code`, evenly over the files.
 
     `characters` bounds prefix and suffix together, three quarters of it before the cursor; `shortest`
-    is the least length of a middle, in characters without surrounding space. The same arguments and
-    files give the same prompts. Raises SettingsError when there is nothing to take.
+    is the least length of a middle, in characters without surrounding space, and `longest` the greatest with
+    it; `only` tells by its relative
+    path whether a file may be taken from. The same arguments and files give the same prompts. Raises
+    SettingsError when there is nothing to take.
     """
     skipped: Counter[str] = Counter()
     texts: list[tuple[str, str]] = []
@@ -155,6 +159,8 @@ def collect(
         name = path.relative_to(root).as_posix()
         if split != "all" and is_test(name, test_share) != (split == "test"):
             continue
+        if only is not None and not only(name):
+            continue
         text, reason = _read(path)
         if reason:
             skipped[reason] += 1
@@ -163,8 +169,9 @@ def collect(
     if not listed:
         raise SettingsError(f"there is no Python file under {root}: name another folder with --code")
     random.Random(seed).shuffle(texts)
-    prompts = _round_robin(
-        [_places(name, text, seed, characters, tuple(kinds), shortest) for name, text in texts], limit
+    prompts = round_robin(
+        [_places(name, text, seed, characters, tuple(kinds), shortest, longest) for name, text in texts],
+        limit,
     )
     if not prompts:
         raise SettingsError(
@@ -233,7 +240,7 @@ def _read(path: Path) -> tuple[str, str]:
 
 
 def _places(
-    name: str, text: str, seed: int, characters: int, kinds: tuple[Kind, ...], shortest: int
+    name: str, text: str, seed: int, characters: int, kinds: tuple[Kind, ...], shortest: int, longest: int
 ) -> Iterator[FimPrompt]:
     """Every prompt of a file, in an order of its own: one place a line at most."""
     rng = random.Random(f"{seed}/{name}")
@@ -250,20 +257,21 @@ def _places(
         column, last = hidden
         start, end = starts[number] + column, starts[last] + len(lines[last].rstrip())
         middle = text[start:end]
-        if len(middle.strip()) < shortest or len(middle) > LONGEST_MIDDLE:
+        if len(middle.strip()) < shortest or len(middle) > longest:
             continue
         yield prompt_at(name, text, start, end, characters)
 
 
 def prompt_at(name: str, text: str, start: int, end: int, characters: int = 2048) -> FimPrompt:
     """The prompt that hides `text[start:end]` of the Python file `name`, cut as `collect` cuts."""
+    return cut(FimPrompt(text[:start], text[end:], text[start:end], name, "python"), characters)
+
+
+def cut(prompt: FimPrompt, characters: int) -> FimPrompt:
+    """The window around the cursor: three quarters of it before, and whole lines where it is cut."""
     before = characters * 3 // 4
-    return FimPrompt(
-        prefix=_tail(text[:start], before),
-        suffix=_head(text[end:], characters - before),
-        middle=text[start:end],
-        path=name,
-        language="python",
+    return replace(
+        prompt, prefix=_tail(prompt.prefix, before), suffix=_head(prompt.suffix, characters - before)
     )
 
 
@@ -301,7 +309,8 @@ def _head(text: str, size: int) -> str:
     return kept + newline if newline else cut
 
 
-def _round_robin(sources: list[Iterator[FimPrompt]], limit: int) -> list[FimPrompt]:
+def round_robin(sources: list[Iterator[FimPrompt]], limit: int) -> list[FimPrompt]:
+    """Up to `limit` prompts, one of each source in turn until it has no more."""
     prompts: list[FimPrompt] = []
     while sources and len(prompts) < limit:
         alive: list[Iterator[FimPrompt]] = []
@@ -360,7 +369,8 @@ def read(path: Path) -> list[FimPrompt]:
     return prompts
 
 
-def _parse(line: bytes, where: str) -> FimPrompt:
+def json_object(line: bytes, where: str) -> dict[str, Any]:
+    """A line's object. Raises SettingsError that begins with `where`."""
     try:
         row = json.loads(line.decode("utf-8"))
     except UnicodeDecodeError:
@@ -369,6 +379,11 @@ def _parse(line: bytes, where: str) -> FimPrompt:
         raise SettingsError(f"{where}: not JSON: {error.msg} at column {error.colno}") from None
     if not isinstance(row, dict):
         raise SettingsError(f"{where}: an object with prefix, suffix and middle is needed")
+    return row
+
+
+def _parse(line: bytes, where: str) -> FimPrompt:
+    row = json_object(line, where)
     for name in ("prefix", "suffix", "middle"):
         if not isinstance(row.get(name), str):
             raise SettingsError(f"{where}: {name} must be a string")

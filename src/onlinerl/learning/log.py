@@ -73,6 +73,11 @@ class RunLog:
             note = f"step {batch}  reward {reward:+.3f}  kl {kl:.4f}"
             self._progress.update(self._task, completed=batch, note=note)
 
+    def note(self, words: str) -> None:
+        """What is under way, beside the bar, until the next step."""
+        if self._progress is not None and self._task is not None:
+            self._progress.update(self._task, note=words)
+
     def scalars(self, batch: int, numbers: Mapping[str, float]) -> None:
         """Into TensorBoard."""
         for name, value in numbers.items():

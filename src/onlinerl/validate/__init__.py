@@ -1,1 +1,1 @@
-"""Offline learning: judges or simulated users instead of people, and its measures. No server, no store (torch)."""
+"""Offline learning: judges or simulated users instead of people, and what it is measured by (torch)."""

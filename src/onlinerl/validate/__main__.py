@@ -44,6 +44,8 @@ def main() -> int:
     except OnlineRLError as error:
         print(f"onlinerl: {error}", file=sys.stderr)
         return 1
+    except KeyboardInterrupt:
+        return 130
     if options.json:
         print(json.dumps(tree, indent=1))
     if tree["stopped_by"]:

@@ -31,7 +31,7 @@ from onlinerl.learning.learner import Learner
 from onlinerl.learning.log import RunLog
 from onlinerl.learning.rewards import RewardTable, auto_tau
 from onlinerl.records import Sample, Scored, Verdict
-from onlinerl.validate import data, evaluate, warmstart
+from onlinerl.validate import data, evaluate, forgetting, warmstart
 from onlinerl.validate.engine import LocalEngine
 from onlinerl.validate.evaluate import Scores
 from onlinerl.validate.raters import JudgeRater, Rater, UserRater, reported
@@ -42,6 +42,8 @@ TAU_COMPLETIONS = 128
 """Completions of the start's weights that τ under `auto` is measured on."""
 INSPECTED = 16
 """Samples on which weights are judged before they become a version."""
+SCORES = "judge-scores.jsonl"
+"""File of the LLM judges' grades, which no later run pays for again."""
 SHOWN = 8
 """Answers that the report shows for each stage."""
 
@@ -98,6 +100,11 @@ def check(settings: config.Settings) -> None:
             f"validation.publish_every makes samples up to {oldest} versions old: raise train.staleness "
             f"({train.staleness}) to {oldest}, or train.version_every"
         )
+    source = mine.warmstart.source
+    if source not in ("none", "accepted") and not Path(source).is_file():
+        raise SettingsError(
+            f"validation.warmstart.source: {source} is none, accepted, or a file that is there"
+        )
     if mine.save is not None and mine.save.exists():
         raise SettingsError(f"validation.save: {mine.save} exists already")
     if mine.quantise != "none" and policy.engine.dtype not in ("auto", "float32", "bfloat16"):
@@ -107,7 +114,7 @@ def check(settings: config.Settings) -> None:
 class Course:
     """One offline run. `go` runs it and gives its report; the weights are then the last good ones."""
 
-    def __init__(self, settings: config.Settings, model: Path, folder: Path, log: RunLog) -> None:
+    def __init__(self, settings: config.Settings, model: Path, log: RunLog) -> None:
         self.settings = settings.validation
         self.name = policy_of(settings)
         self.policy = settings.policies[self.name]
@@ -128,8 +135,9 @@ class Course:
         )
         self.rollouts = Rollouts(self.engine, model, self.name, seed=self.settings.seed)
         self.runner = asyncio.Runner()
-        self.judge = make_judge(self.settings.judge, folder / "judge.sqlite")
-        self.report_judge = make_judge(self.settings.report_judge, folder / "report_judge.sqlite")
+        scores = settings.home / "validation" / SCORES
+        self.judge = make_judge(self.settings.judge, scores)
+        self.report_judge = make_judge(self.settings.report_judge, scores)
         self.tastes = reported(self.settings)
         self.rater: Rater = (
             JudgeRater(self.judge, self.name)
@@ -149,6 +157,8 @@ class Course:
         self.silent_seen = False
         """Whether the policy was silent in any batch so far."""
         self.dropped_stale = 0
+        self.faults_of_judges: dict[str, str] = {}
+        """By judge the last account of its failures in an evaluation."""
         self.faults = 0
         """Samples on which the user's own reward function failed."""
         self.stages: list[Stage] = []
@@ -254,7 +264,8 @@ class Course:
 
     def _step(self, whole: list[Scored]) -> None:
         trust = self.policy.trust
-        one_voice = "" if trust.owner else dominance([one.sample.user for one in whole], trust.dominance)
+        few = not trust.owner and self.settings.users < trust.crowd
+        one_voice = dominance([one.sample.user for one in whole], trust.dominance) if few else ""
         if one_voice:
             raise GuardTripped(one_voice)
         self.bands.rewards(whole)
@@ -426,15 +437,21 @@ class Course:
             seed="held-out",
         )
         judges: dict[str, Judge] = {"train": self.judge, "report": self.report_judge}
-        return self.runner.run(evaluate.score(answers, self.tastes, judges, examples=examples))
+        scores = self.runner.run(evaluate.score(answers, self.tastes, judges, examples=examples))
+        for fault in scores.faults.values():
+            self.log.event("warning", batch=self.step, text=fault)
+        self.faults_of_judges |= scores.faults
+        return scores
 
     def _stage(self, name: str, step: int, samples: int = 0) -> None:
         """Measure the engine's weights on all held-out prompts."""
+        self.log.note(f"measuring {name} on {len(self.test)} held-out prompts")
         with self.clock.spend("evaluation"):
             scores = {
                 "greedy": self._scores(self.test, 0.0, SHOWN),
                 "sampled": self._scores(self.test, self.temperature, SHOWN),
             }
+            losses = self._losses()
         if not self._base_scores:
             self._base_scores = scores
             accept = scores["sampled"].columns["accept"]
@@ -451,6 +468,7 @@ class Course:
                 for how, one in scores.items()
                 if one is not self._base_scores[how]
             },
+            losses=losses,
             examples=scores["greedy"].examples,
         )
         self.stages.append(made)
@@ -458,9 +476,24 @@ class Course:
             self._point()
         self.log.event("stage", stage=name, step=step, **made.summary())
 
+    def _losses(self) -> dict[str, forgetting.Loss]:
+        """What the live weights forgot: the losses on plain code and on the authors' middles."""
+        prompts = self.test[: self.settings.forgetting_prompts]
+        if not prompts:
+            return {}
+        codec = self.rollouts.codec
+        texts, files = forgetting.plain(prompts)
+        return {
+            "left_to_right": forgetting.left_to_right_loss(self.live, codec.encode, texts, groups=files),
+            "middle": forgetting.middle_loss(
+                self.live, codec.encode, prompts, self.rollouts.prompt_ids, stop=codec.eos_ids[0]
+            ),
+        }
+
     def _point(self) -> None:
         """A point of the learning curve, of the weights as they are."""
         prompts = self.test[: self.settings.evaluate_prompts]
+        self.log.note(f"measuring step {self.step} on {len(prompts)} held-out prompts")
         before = self.engine_version
         with self.clock.spend("evaluation"):
             if before != self.step:
@@ -494,6 +527,7 @@ class Course:
             ended=ended,
             left_out=left_out,
             judges={"train": self.judge.name, "report": self.report_judge.name},
+            judge_faults=self.faults_of_judges,
             data=self.account,
             seconds=self.clock.seconds,
         )

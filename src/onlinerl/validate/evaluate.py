@@ -11,7 +11,7 @@ from onlinerl.datasets.fim import FimPrompt
 from onlinerl.datasets.users import Taste, similarity
 from onlinerl.errors import JudgeError
 from onlinerl.learning.judges import Judge, Judgement
-from onlinerl.learning.judges.reference import parses
+from onlinerl.learning.judges.syntax import parses
 from onlinerl.validate.rollouts import Answer
 
 Z = 1.96
@@ -69,6 +69,8 @@ class Scores:
     columns: Mapping[str, tuple[float, ...]]
     """One number a prompt by name: judge/NAME, accept (chance of it), shown, exact, similarity, characters,
     tokens, parses. NaN where there is none: the judge failed, no parser for the language."""
+    faults: Mapping[str, str] = field(default_factory=dict)
+    """By judge how often it failed, and why the last time."""
     examples: tuple[tuple[str, str], ...] = field(default=(), repr=False)
     """(completion, what the author wrote) of the first prompts, for a look."""
 
@@ -111,16 +113,27 @@ class Scores:
 
 
 async def score(
-    answers: Sequence[Answer], tastes: Sequence[Taste], judges: Mapping[str, Judge], *, examples: int = 0
+    answers: Sequence[Answer],
+    tastes: Sequence[Taste],
+    judges: Mapping[str, Judge],
+    *,
+    examples: int = 0,
 ) -> Scores:
-    """Score one answer to each held-out prompt. `judges`: by the name that they have in the report."""
+    """Score one answer to each held-out prompt.
+
+    `tastes`: those that `accept` is the mean of. `judges`: by the name that they have in the report.
+    """
     columns: dict[str, tuple[float, ...]] = {}
+    faults: dict[str, str] = {}
     pairs = [(one.prompt, one.completion) for one in answers]
     for name, judge in judges.items():
         try:
             judgements = await judge.judge(pairs)
-        except JudgeError:  # the other numbers can be told without it
-            judgements = [Judgement(None)] * len(pairs)
+        except JudgeError as error:  # the other numbers can be told without it
+            judgements = [Judgement(None, reason=str(error))] * len(pairs)
+        reasons = [one.reason for one in judgements if one.score is None]
+        if reasons:
+            faults[name] = f"{judge.name} failed on {len(reasons)} of {len(pairs)}: {reasons[-1]}"
         columns[f"judge/{name}"] = tuple(math.nan if one.score is None else one.score for one in judgements)
     columns["accept"] = tuple(
         0.0 if one.silent else sum(t.chance(one.completion, one.prompt.middle) for t in tastes) / len(tastes)
@@ -135,7 +148,7 @@ async def score(
         math.nan if (found := parses(prompt, c)) is None else float(found) for prompt, c in pairs
     )
     looked_at = tuple((c, prompt.middle) for prompt, c in pairs[:examples])
-    return Scores(tuple(prompt for prompt, _ in pairs), columns, looked_at)
+    return Scores(tuple(prompt for prompt, _ in pairs), columns, faults, looked_at)
 
 
 def as_json(estimates: Mapping[str, Estimate]) -> dict[str, Any]:

@@ -17,6 +17,7 @@ from matplotlib.figure import Figure
 
 from onlinerl import config
 from onlinerl.validate.evaluate import Estimate, as_json
+from onlinerl.validate.forgetting import Loss
 
 LIBRARIES = ("onlinerl", "torch", "transformers", "tokenizers", "numpy", "peft")
 COLUMNS: Mapping[str, str] = {
@@ -50,6 +51,8 @@ class Stage:
     """By `greedy` (temperature 0) and `sampled` (as served), then by metric."""
     gains: Mapping[str, Mapping[str, Estimate]]
     """Over the base, paired by prompt; empty for the base."""
+    losses: Mapping[str, Loss]
+    """left_to_right and middle, nats per token; empty where they were not asked for."""
     examples: Sequence[tuple[str, str]]
     """(greedy completion, what the author wrote)."""
 
@@ -91,6 +94,8 @@ class Report:
     """Completions that were not learned from, by reason."""
     judges: Mapping[str, str]
     """Names of the judges to train and to report with."""
+    judge_faults: Mapping[str, str]
+    """What the judges failed on while held-out answers were scored."""
     data: Mapping[str, Any]
     seconds: Mapping[str, float]
 
@@ -109,6 +114,7 @@ class Report:
                     "samples": one.samples,
                     "metrics": {how: as_json(found) for how, found in one.metrics.items()},
                     "gains": {how: as_json(found) for how, found in one.gains.items()},
+                    "losses": {name: _loss(loss) for name, loss in one.losses.items()},
                     "examples": [{"completion": c, "author": a} for c, a in one.examples],
                 }
                 for one in self.stages
@@ -127,6 +133,7 @@ class Report:
             "completions": self.completions,
             "left_out": dict(self.left_out),
             "judges": dict(self.judges),
+            "judge_faults": dict(self.judge_faults),
             "data": dict(self.data),
             "seconds": {name: round(value, 3) for name, value in self.seconds.items()},
             "seconds_per_step": self._per_step(),
@@ -153,6 +160,11 @@ class Report:
                 gain = self.stages[-1].gains.get(how, {}).get(metric)
                 lines.append(f"| {title} | {' | '.join(cells)} | {shown(gain) if gain else ''} |")
             lines.append("")
+        losses = [
+            f"{one.name} {name} {loss.mean:.4f}" for one in self.stages for name, loss in one.losses.items()
+        ]
+        lines += [f"Loss in nats per token: {', '.join(losses)}.", ""] if losses else []
+        lines += [f"Judge: {fault}." for fault in self.judge_faults.values()]
         lines += [
             f"Steps {self.steps}, completions {self.completions}; τ of the rewards {self.tau:.4f}, of the "
             f"reported reward {self.tau_report:.4f}. Judges: {self.judges['train']} to train, "
@@ -171,6 +183,11 @@ class Report:
         if len(self.curve) > 1:
             draw(self.curve, folder / "curve.png")
         return tree
+
+
+def _loss(loss: Loss) -> dict[str, float | None]:
+    error = None if math.isnan(loss.standard_error) else loss.standard_error
+    return {"mean": loss.mean, "standard_error": error, "tokens": loss.tokens}
 
 
 def shown(one: Estimate) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -10,8 +11,10 @@ from rich.console import Console
 from rich.table import Table
 
 from onlinerl import config
+from onlinerl.datasets.fim import LONGEST_MIDDLE
+from onlinerl.learning.judges import estimate
 from onlinerl.learning.log import RunLog
-from onlinerl.validate.course import Course, check
+from onlinerl.validate.course import Course, check, policy_of
 from onlinerl.validate.report import COLUMNS, Report, shown
 from onlinerl.validate.save import save
 from onlinerl.weights.models import resolve_model
@@ -30,10 +33,13 @@ def run(settings: config.Settings, *, quiet: bool = False) -> dict[str, Any]:
     for old in ("report.json", "report.md", "curve.png", "log.jsonl"):
         (folder / old).unlink(missing_ok=True)
     shutil.rmtree(folder / "tensorboard", ignore_errors=True)
-    policy = settings.policies[mine.policy or next(iter(settings.policies))]
+    policy = settings.policies[policy_of(settings)]
     model = resolve_model(policy.model)
     with RunLog(folder, total=mine.completions // policy.train.batch) as log:
-        course = Course(settings, model, folder, log)
+        for words in costs(settings):
+            log.event("cost", text=words)
+            print(words, file=sys.stderr)
+        course = Course(settings, model, log)
         try:
             report = course.go()
             tree = report.write(folder, settings, course.device)
@@ -44,6 +50,27 @@ def run(settings: config.Settings, *, quiet: bool = False) -> dict[str, Any]:
     if not quiet:
         tell(report, folder)
     return tree
+
+
+def costs(settings: config.Settings) -> list[str]:
+    """What the LLM judges will cost at most, a sentence each; [] where none is asked."""
+    mine = settings.validation
+    policy = settings.policies[policy_of(settings)]
+    steps = mine.completions // policy.train.batch
+    points = steps // mine.evaluate_every + 2 if mine.evaluate_every else 0
+    stages = 3 if mine.warmstart.source != "none" else 2
+    held_out = 2 * (stages * mine.test_prompts + points * mine.evaluate_prompts)
+    learned = mine.completions if mine.rater == "judge" else 0
+    if mine.rater == "judge" and mine.warmstart.source == "accepted":
+        learned += mine.warmstart.completions
+    # what the author wrote and the completion stand in the question too
+    characters = mine.characters + 2 * LONGEST_MIDDLE
+    asked = (("to train", mine.judge, learned + held_out), ("to report", mine.report_judge, held_out))
+    return [
+        f"judge {words}: {estimate(judge, pairs, characters).words}"
+        for words, judge, pairs in asked
+        if judge.kind == "llm"
+    ]
 
 
 def tell(report: Report, folder: Path) -> None:
