@@ -99,11 +99,17 @@ def halves(prompts: Sequence[FimPrompt]) -> tuple[list[FimPrompt], list[FimPromp
 
 def prepare(out: Path) -> Work:
     """In a worker: import what is heavy; see `workers.Prepare`."""
+    import torch
+
     import onlinerl.validate.run  # noqa: F401 - seconds of imports, before the first run's clock starts
+    from onlinerl.validate.report import hardware, libraries
 
-    from transformers.utils import logging
-
-    logging.disable_progress_bar()
+    torch.set_num_threads(1)
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    facts = {"each_worker": hardware(device), "libraries": libraries()}
+    own = out / f"device.{os.getpid()}"
+    own.write_text(json.dumps(facts), encoding="utf-8")
+    own.replace(out / "device.json")  # every worker says the same, the last one stays
     shared: dict[str, list[str]] = json.loads((out / "settings.json").read_text(encoding="utf-8"))
     return lambda run: perform(run, out, shared)
 
@@ -207,7 +213,17 @@ def errors(metrics: Mapping[str, Mapping[str, Mapping[str, float | None]]]) -> d
     }
 
 
-LOGGED = ("gradient_norm", "kl", "kl_behaviour", "entropy", "clip_fraction", "ess", "staleness", "vetoed", "multiplier")
+LOGGED = (
+    "gradient_norm",
+    "kl",
+    "kl_behaviour",
+    "entropy",
+    "clip_fraction",
+    "ess",
+    "staleness",
+    "vetoed",
+    "multiplier",
+)
 """Numbers of the steps that are kept, as means and at their worst."""
 
 
@@ -270,9 +286,12 @@ def forgetting(saved: Path, settings: Settings, run: Run, out: Path) -> dict[str
     texts, groups = module.plain(prompts)
     plain = module.left_to_right_loss(saved, codec.encode, texts, groups=groups)
     middle = module.middle_loss(
-        saved, codec.encode, prompts, lambda one: codec.encode(template.render(one.prefix, one.suffix)),
+        saved,
+        codec.encode,
+        prompts,
+        lambda one: codec.encode(template.render(one.prefix, one.suffix)),
         stop=codec.eos_ids[0],
-    )  # fmt: skip
+    )
     return {
         "left_to_right": _short(plain.mean),
         "left_to_right_error": _short(plain.standard_error),
@@ -325,23 +344,13 @@ EXTRAS: Mapping[str, Callable[[Path, Settings, Run, Path], Mapping[str, float]]]
 # ------------------------------------------------------------------------------------- machine, tiny
 
 
-def machine(words: Sequence[str], processes: int, gpus: int) -> dict[str, Any]:
-    """What it runs on, without names."""
-    import platform
-
-    import torch
-
-    from onlinerl.validate.report import libraries
-
-    names = [torch.cuda.get_device_name(number) for number in range(min(gpus, torch.cuda.device_count()))]
-    return {
-        "command": " ".join(["python -m studies", *words]),
-        "gpus": names,
-        "cores": os.cpu_count(),
-        "processor": platform.machine(),
-        "processes": processes,
-        "libraries": libraries(),
-    }
+def machine(out: Path) -> dict[str, Any]:
+    """What the runs of `out` ran on, as `lay_out` and the workers wrote it down."""
+    facts: dict[str, Any] = {}
+    for name in ("call.json", "device.json"):
+        if (out / name).exists():
+            facts |= json.loads((out / name).read_text(encoding="utf-8"))
+    return facts
 
 
 def tiny_model(folder: Path) -> Path:
@@ -354,9 +363,12 @@ def tiny_model(folder: Path) -> Path:
     source = resolve_model("fim-27m")
     settings = json.loads((source / "config.json").read_text(encoding="utf-8"))
     settings |= {
-        "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2,
+        "hidden_size": 32,
+        "intermediate_size": 64,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
         "num_key_value_heads": 1,
-    }  # fmt: skip
+    }
     settings.pop("layer_types")
     torch.manual_seed(0)
     model: Any = Qwen2ForCausalLM(Qwen2Config(**settings))
