@@ -1,1 +1,1 @@
-"""Offline validation: judges instead of users, code that is run, and what was forgotten (torch)."""
+"""Offline learning: a judge or simulated users instead of people (torch); nothing that serves or stores."""
