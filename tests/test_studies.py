@@ -138,7 +138,9 @@ def made_up() -> list[Outcome]:
     for arm, slope in (("new · fast", 0.2), ("old · fast", 0.1)):
         for seed in range(3):
             last = slope + 0.001 * seed
-            curve = tuple({"completions": at, "greedy.reward": last * at / 1000} for at in (0.0, 500.0, 1000.0))
+            curve = tuple(
+                {"completions": at, "greedy.reward": last * at / 1000} for at in (0.0, 500.0, 1000.0)
+            )
             final = {"greedy.reward": last, "sampled.shown": 0.9}
             outcomes.append(
                 Outcome("made", arm, seed, "finished", "", 9.0, (), {"greedy.reward": 0.0}, final,
@@ -205,7 +207,9 @@ def studies(words: list[str], folder: Path) -> subprocess.CompletedProcess[str]:
     block = folder / "block"
     block.mkdir(exist_ok=True)
     names = ", ".join(repr(name) for name in SERVING)
-    (block / "sitecustomize.py").write_text(f"import sys\nsys.modules.update(dict.fromkeys(({names}), None))\n")
+    (block / "sitecustomize.py").write_text(
+        f"import sys\nsys.modules.update(dict.fromkeys(({names}), None))\n"
+    )
     paths = os.pathsep.join([str(block), str(ROOT / "src"), str(ROOT)])
     return subprocess.run(
         [sys.executable, "-m", "studies", *words], capture_output=True, text=True, timeout=250, check=False,
@@ -242,7 +246,17 @@ def test_a_small_study_runs_without_what_serves(tmp_path: Path) -> None:
 def test_a_run_that_breaks_is_an_outcome_and_the_budget_ends_the_rest(tmp_path: Path) -> None:
     out = tmp_path / "out"
     done = studies(
-        ["guards", "--small", "--out", str(out), "--budget", "200", "--set", "policies.tab.engine.resident=1"], tmp_path
+        [
+            "guards",
+            "--small",
+            "--out",
+            str(out),
+            "--budget",
+            "200",
+            "--set",
+            "policies.tab.engine.resident=1",
+        ],
+        tmp_path,
     )
     assert done.returncode == 1
     outcomes = plan.read(out, ["guards"])
