@@ -322,8 +322,9 @@ def test_the_whole_course(base: Path, capsys: pytest.CaptureFixture[str]) -> Non
 
 
 def test_the_same_seed_gives_the_same_course(base: Path) -> None:
+    few = "validation.completions=64"
     first, second, third = (
-        report(offline(base, f"validation.seed={seed}", f"validation.name=s{number}"))
+        report(offline(base, f"validation.seed={seed}", f"validation.name=s{number}", few))
         for number, seed in enumerate((1, 1, 2))
     )
     assert first["stages"] == second["stages"]
@@ -461,6 +462,7 @@ def test_variants_run(base: Path, override: str) -> None:
         (["policies.tab.sampling.temperature=0.1"], "below train.temperature_floor"),
         (["validation.group=3", "policies.tab.train.mode=group"], "must be a multiple"),
         (["validation.group=4"], "mode: group"),
+        (["validation.warmstart.source=larger.jsonl"], "a file that is there"),
         (["policies.tab.train.mode=group"], "mode: group"),
         (["validation.policy=other"], "no policy 'other'"),
         (["policies.a.model=x", "policies.b.model=y"], "several policies"),

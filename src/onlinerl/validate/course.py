@@ -100,6 +100,11 @@ def check(settings: config.Settings) -> None:
             f"validation.publish_every makes samples up to {oldest} versions old: raise train.staleness "
             f"({train.staleness}) to {oldest}, or train.version_every"
         )
+    source = mine.warmstart.source
+    if source not in ("none", "accepted") and not Path(source).is_file():
+        raise SettingsError(
+            f"validation.warmstart.source: {source} is none, accepted, or a file that is there"
+        )
     if mine.save is not None and mine.save.exists():
         raise SettingsError(f"validation.save: {mine.save} exists already")
     if mine.quantise != "none" and policy.engine.dtype not in ("auto", "float32", "bfloat16"):
