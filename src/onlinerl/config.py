@@ -296,8 +296,12 @@ class Train(Node):
     """Forgetting of the baseline's counts, per batch."""
     normalise: bool = True
     """Divide a batch's advantages by their standard deviation (at least 0.1); mode `baseline` alone."""
-    advantage_limit: Positive = 3.0
-    """Advantages are clipped to ± this, after they are normalised."""
+    advantage_limit: Positive = 10.0
+    """Normalised advantages are clipped to ± this. Where few answers are accepted an accept is worth many
+    standard deviations (4.4 at 5 %): a limit of 3 would cut accepts alone, and so teach silence."""
+    warmup: Annotated[int, Field(ge=0)] = 10
+    """Optimiser steps over which a new optimiser's learning rate rises to `lr`: Adam's first steps are the
+    largest, and know the least."""
     kl_coefficient: Annotated[float, Field(ge=0)] = 0.02
     """Weight in the loss of the KL to the last promoted version (at first the run's parent); raw mode has
     none."""
@@ -437,7 +441,8 @@ class Validation(Node):
     standard library's packages that the built-in model never saw."""
     fields: dict[str, str] = {}
     """Columns of a JSONL file by what they hold, where they are called otherwise: `prefix`, `suffix`,
-    `middle`, `path`, `language`, or `prompt` for prefix and suffix between FIM markers; `a.b` is b within a."""
+    `middle`, `path`, `language`, or `prompt` for prefix and suffix between FIM markers; `a.b` is b within
+    a."""
     languages: tuple[str, ...] = ()
     """Languages of a JSONL file to use, in lower case; none: all."""
     language: str = ""

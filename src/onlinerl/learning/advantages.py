@@ -164,8 +164,8 @@ def advantages(
     `raw`: the reward itself, the seed's setting (its Monte-Carlo return of one step).
 
     `baseline`: A = r − (mean of its buckets − margin(staleness)), then A / max(std, 0.1) if `normalise`,
-    clipped to ±`limit`; std is that of the batch (population), and the batch's own mean is never taken off. Where the
-    policy was silent at times (`silent_expected`) but neither the batch nor the baseline's memory holds a
+    clipped to ±`limit`; std is that of the batch (population), and the batch's own mean is never taken off.
+    Where the policy was silent at times (`silent_expected`) but neither the batch nor the baseline's memory holds a
     silent row, nothing is taken off at all: a mean over shown answers alone would make the average shown
     answer worth 0, as much as silence, whatever τ says.
 

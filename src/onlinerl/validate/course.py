@@ -415,7 +415,7 @@ class Course:
                 lr=settings.lr,
                 epochs=settings.epochs,
                 batch=self.train.batch,
-                microbatch=self.train.microbatch,
+                microbatch=4096 if self.train.microbatch == "auto" else self.train.microbatch,
                 gradient_clip=self.train.gradient_clip,
                 seed=self.settings.seed,
             )
