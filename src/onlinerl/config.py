@@ -429,14 +429,14 @@ class Validation(Node):
     standard library's packages that the built-in model never saw."""
     fields: dict[str, str] = {}
     """Columns of a JSONL file by what they hold, where they are called otherwise: `prefix`, `suffix`,
-    `middle`, `path`, `language`, or `prompt` for prefix and suffix between FIM markers; `a.b` is b within a."""
+    `middle`, `path`, `language`, or `prompt` for prefix and suffix between FIM markers; `a.b` is b in a."""
     languages: tuple[str, ...] = ()
     """Languages of a JSONL file to use, in lower case; none: all."""
     language: str = ""
     """Language of a JSONL file's rows that do not say, neither in a column nor by their path's ending."""
     half: bool = False
-    """Learn from one half of the libraries (packages at the top of the paths) and hold out files of the other:
-    the report tells how far learning carries."""
+    """Learn from one half of the libraries (packages at the top of the paths) and hold out files of the
+    other: the report tells how far learning carries."""
     test: Path | None = None
     """A JSONL file that the held-out prompts are taken from instead, whatever side of the split its files are
     on; those of files that are learned from are left out."""
@@ -469,7 +469,7 @@ class Validation(Node):
     users: Count = 8
     """Simulated users; prompts go to them in turn."""
     spread: Annotated[float, Field(ge=0, le=1)] = 0.0
-    """How far a user's own taste may lie from that of their cohort (`datasets/users.py`); 0: they share it."""
+    """How far a user's own taste may lie from their cohort's (`datasets/users.py`); 0: they share it."""
     user: str | None = None
     """Only this one of the users, such as `short-1`, rates, and the report's accept rate is theirs."""
     silent: Literal["rated", "all"] = "rated"
