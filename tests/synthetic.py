@@ -15,6 +15,7 @@ from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from transformers import AutoModelForCausalLM, Qwen2Config, Qwen2ForCausalLM
 
+from onlinerl import base
 from onlinerl.config import Settings
 from onlinerl.records import FinishReason, Interaction, Verdict
 from onlinerl.store import interactions, versions
@@ -83,8 +84,9 @@ def interaction(
     taste: Callable[[Sequence[int]], Verdict] = even,
     prefix: str = "i",
     arm: str = "live",
+    users: int = 3,
 ) -> Interaction:
-    """As the gateway would have kept it, with its verdict."""
+    """As the gateway would have kept it, with its verdict, of one of `users` users."""
     prompt, answer, logprobs = drawn
     shown = answer[:-1] if answer[-1] == EOS else answer
     text = "".join(f"w{token} " for token in shown)
@@ -96,7 +98,7 @@ def interaction(
     silent = not shown
     return Interaction(
         id=f"{prefix}{number:05d}", index=0, policy="tab", version=version, version_end=version, arm=arm,
-        project="default", user=f"u{number % 3}", at=now - 100, finished_at=now - 99,
+        project="default", user=f"u{number % users}", at=now - 100, finished_at=now - 99,
         prompt=" ".join(f"w{t}" for t in prompt), prompt_ids=prompt, completion=text, completion_ids=answer,
         behavior_logprobs=logprobs, offsets=tuple(offsets), temperature=temperature, top_p=1.0,
         finish=FinishReason.STOP if answer[-1] == EOS else FinishReason.LENGTH, language="python",
@@ -107,11 +109,9 @@ def interaction(
 
 def fill(settings: Settings, count: int, seed: int = 0, **options: Any) -> list[str]:
     """Put `count` labelled interactions of the live version into the store; returns their ids."""
-    from onlinerl.learning.run import register_base
-
     database = Database.open(settings.database_url)
     try:
-        register_base(settings, "tab", database)
+        base.ensure(settings, "tab", database)
         with database.read() as c:
             live = versions.live(c, "tab")
         made = [

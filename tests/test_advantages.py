@@ -196,9 +196,14 @@ def test_group_by_hand() -> None:
     got = run(batch, Baseline(), mode="group")
     high, low = 0.75 / (0.5 + 1e-6), -0.25 / (0.5 + 1e-6)
     assert got == pytest.approx([high, 0.0, low, 0.0, low, 0.0, low], abs=1e-12)
-    # eight choices of which one was accepted: no clip at the limit of the baseline's advantages
-    eight = run(rated("eight", *([0.0] * 99), 1.0), Baseline(), mode="group")
-    assert eight[-1] == pytest.approx(0.99 / (0.1 + 1e-6))
+    # a request with two prompts has two groups
+    other = [
+        replace(scored, sample=replace(scored.sample, prompt_ids=(7, 8))) for scored in rated("one", 9.0)
+    ]
+    assert run([*one, *other], Baseline(), mode="group") == pytest.approx([high, low, low, low, 0.0])
+    # a hundred choices of which one was accepted: no clip at the limit of the baseline's advantages
+    many = run(rated("many", *([0.0] * 99), 1.0), Baseline(), mode="group")
+    assert many[-1] == pytest.approx(0.99 / (0.1 + 1e-6))
 
 
 def test_group_knows_neither_baseline_nor_tau() -> None:

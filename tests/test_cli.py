@@ -18,9 +18,9 @@ from typing import Any
 import click
 import pytest
 
+from onlinerl import base
 from onlinerl.cli import cli, main
 from onlinerl.config import Settings
-from onlinerl.loop import base
 from onlinerl.serve import admin_key
 from onlinerl.store import versions
 from onlinerl.store.database import Database

@@ -10,10 +10,11 @@ from pathlib import Path
 
 import pytest
 
+from onlinerl import base
 from onlinerl.config import Settings
 from onlinerl.engines.pool import Pool
 from onlinerl.errors import Conflict, EngineUnavailable, NotFound
-from onlinerl.loop import base, publisher
+from onlinerl.loop import publisher
 from onlinerl.loop.publisher import Publisher
 from onlinerl.observe import LOAD_FAILURES
 from onlinerl.records import Finish, Generation, VersionState

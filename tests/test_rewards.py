@@ -6,6 +6,7 @@ import asyncio
 import doctest
 import itertools
 import random
+import re
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -256,3 +257,13 @@ def test_one_sample_on_which_the_function_fails_is_isolated() -> None:
 def test_examples_of_the_documentation() -> None:
     assert doctest.testmod(rewards).failed == 0
     assert doctest.testmod(rewards).attempted >= 4
+
+
+def test_the_function_of_the_page_keeps_the_contract() -> None:
+    page = (Path(__file__).parents[1] / "docs" / "learning.md").read_text("utf-8")
+    (text,) = re.findall(r"^```python\n(.*?def reward\(.*?)^```", page, re.MULTILINE | re.DOTALL)
+    there: dict[str, Any] = {}
+    exec(text, there)
+    assert check_function(there["reward"]) == {"function"}
+    commented = replace(sample(Verdict.ACCEPTED), completion="  # later")
+    assert RewardTable(0.25, function=there["reward"]).score(commented).reward == 0.25

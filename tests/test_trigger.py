@@ -15,9 +15,8 @@ from pathlib import Path
 import pytest
 from prometheus_client import REGISTRY
 
-from onlinerl import config
+from onlinerl import base, config
 from onlinerl.config import Settings
-from onlinerl.loop import base
 from onlinerl.loop import run as launcher
 from onlinerl.loop.trigger import RESTARTS, Trigger, Window, drift, due
 from onlinerl.records import Event, Feedback, Interaction, Run, RunState
@@ -167,6 +166,36 @@ async def test_a_run_starts_when_enough_feedback_waits_and_only_one(watch: Watch
     assert watch.started == [False]
     assert list((watch.settings.home / "runs").glob("start-tab-*.log"))
     assert REGISTRY.get_sample_value("onlinerl_run_active", {"policy": "tab"}) == 1
+
+
+async def test_what_runs_left_out_is_counted_by_its_reason(watch: Watch) -> None:
+    watch.verdicts(3)
+    with watch.database.write() as c:
+        taken = interactions.claim(
+            c, policy="tab", run=1, batch=1, limit=3, now=time.time(), rest=0.0, min_version=0,
+            temperature_floor=0.3, holdout=0.0,
+        )  # fmt: skip
+        keys = [(one.id, one.index) for one in taken]
+        interactions.drop(c, keys, reason="near_duplicate", run=1, now=time.time())
+
+    def counted() -> float | None:
+        labels = {"policy": "tab", "reason": "near_duplicate"}
+        return REGISTRY.get_sample_value("onlinerl_left_out", labels)
+
+    await watch.tick(1000.0)
+    assert counted() == 3
+    watch.script = "import time; time.sleep(60)"
+    watch.verdicts(8)
+    with watch.database.write() as c:
+        (one,) = interactions.claim(
+            c, policy="tab", run=1, batch=2, limit=1, now=time.time(), rest=0.0, min_version=0,
+            temperature_floor=0.3, holdout=0.0,
+        )  # fmt: skip
+        interactions.drop(c, [(one.id, one.index)], reason="near_duplicate", run=1, now=time.time())
+    await watch.tick(1001.0)
+    assert counted() == 3, "counted now and then, not at every look"
+    await watch.tick(1011.0)
+    assert counted() == 4
 
 
 async def test_a_run_that_somebody_else_started_is_left_alone(watch: Watch) -> None:

@@ -215,7 +215,8 @@ def replica(settings: Settings, socket: Path, policy: str | None) -> None:
 @with_settings
 def train(settings: Settings, policy: str | None, max_steps: int | None, follow: bool) -> None:
     """One training run on the feedback there is. A run whose process died is carried on."""
-    from onlinerl.loop import base, run
+    from onlinerl import base
+    from onlinerl.loop import run
 
     name = chosen(settings, policy)
     with opened(settings) as database:

@@ -91,6 +91,11 @@ LOAD_FAILURES = Counter(
 
 RUNS = Counter("onlinerl_runs", "Training runs started by the trigger, by reason.", ("policy", "reason"))
 RUNNING = Gauge("onlinerl_run_active", "1 while a training run is active.", ("policy",))
+LEFT_OUT = Gauge(
+    "onlinerl_left_out",
+    "Rated answers that runs left out so far, by reason.",
+    ("policy", "reason"),
+)
 
 
 def configure_logging(json: bool | None = None, file: Path | None = None) -> None:

@@ -26,14 +26,13 @@ from typing import Any
 import uvicorn
 import uvloop
 
-from onlinerl import config
+from onlinerl import base, config
 from onlinerl.config import Settings
 from onlinerl.engines.embedded import EmbeddedEngine
 from onlinerl.engines.pool import Pool
 from onlinerl.errors import EngineError, ModelError, NotFound, OnlineRLError, PortTaken, SettingsError
 from onlinerl.gateway.app import create_app
 from onlinerl.gateway.service import Service
-from onlinerl.loop import base
 from onlinerl.loop.publisher import Publisher
 from onlinerl.loop.trigger import Trigger
 from onlinerl.observe import configure_logging, logger

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -169,17 +169,17 @@ def advantages(
     silent row, nothing is taken off at all: a mean over shown answers alone would make the average shown
     answer worth 0, as much as silence, whatever τ says.
 
-    `group`: A = (r − mean) / (std + 1e-6) over the samples of the batch that share their request's id; std is
-    that of a sample (n − 1). A group of one, or of equal rewards, gives 0: it has nothing to compare. A batch
-    takes what is there in the order of the requests, so at its edges a group may be cut in two, and each part
-    is compared within itself; a `train.batch` that is a multiple of `n` keeps them whole where every choice
-    is rated.
+    `group`: A = (r − mean) / (std + 1e-6) over the samples of the batch that share their request's id and
+    their prompt (a request may bring several); std is that of a sample (n − 1). A group of one, or of equal
+    rewards, gives 0: it has nothing to compare. A batch takes what is there in the order of the requests, so
+    at its edges a group may be cut in two, and each part is compared within itself; a `train.batch` that is a
+    multiple of `n` keeps them whole where every choice is rated.
     """
     rewards = [scored.reward for scored in batch]
     if mode == "raw":
         return rewards
     if mode == "group":
-        return _grouped([scored.sample.id for scored in batch], rewards)
+        return _grouped([(scored.sample.id, scored.sample.prompt_ids) for scored in batch], rewards)
     lacks_silent = silent_expected and baseline.silent == 0.0 and not any(s.sample.silent for s in batch)
     raw = [
         reward - (0.0 if lacks_silent else baseline.mean(scored.sample, table.tau) - margin(stale))
@@ -191,15 +191,15 @@ def advantages(
     return [max(-limit, min(limit, a / scale)) for a in raw]
 
 
-def _grouped(ids: Sequence[str], rewards: Sequence[float]) -> list[float]:
-    """GRPO's advantage: each reward against those with the same id."""
-    groups: dict[str, list[float]] = {}
-    for id, reward in zip(ids, rewards, strict=True):
-        groups.setdefault(id, []).append(reward)
-    means = {id: statistics.fmean(group) for id, group in groups.items()}
-    stds = {id: statistics.stdev(group) if len(group) > 1 else 0.0 for id, group in groups.items()}
+def _grouped(names: Sequence[Hashable], rewards: Sequence[float]) -> list[float]:
+    """GRPO's advantage: each reward against those of the same name."""
+    groups: dict[Hashable, list[float]] = {}
+    for name, reward in zip(names, rewards, strict=True):
+        groups.setdefault(name, []).append(reward)
+    means = {name: statistics.fmean(group) for name, group in groups.items()}
+    stds = {name: statistics.stdev(group) if len(group) > 1 else 0.0 for name, group in groups.items()}
     # A zero over 1e-6 is a zero; rounding in the mean of equal rewards must not become a number.
     return [
-        (reward - means[id]) / (stds[id] + EQUAL) if stds[id] > 0.0 else 0.0
-        for id, reward in zip(ids, rewards, strict=True)
+        (reward - means[name]) / (stds[name] + EQUAL) if stds[name] > 0.0 else 0.0
+        for name, reward in zip(names, rewards, strict=True)
     ]

@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from types import MappingProxyType
 
 from onlinerl import config
-from onlinerl.datasets.sources import generated, minified
+from onlinerl.datasets.sources import LONGEST_LINE, generated, minified
 from onlinerl.records import Sample, text_hash
 from onlinerl.text.templates import TEMPLATES
 
@@ -97,9 +97,11 @@ def fault(sample: Sample, rules: config.Cleaning) -> str:
 
 
 def _minified(text: str) -> bool:
-    """The rule for files, for a piece of text that may be prose: a paragraph is one long line, and some
-    languages write it without spaces."""
+    """The rule for files, for a piece of text that may be prose (a paragraph is one long line, and some
+    languages write it without spaces) or too short to have a mean."""
     ascii = text.encode("ascii", "ignore").decode("ascii")
+    if len(ascii) < LONGEST_LINE:
+        return False
     return minified(ascii) and sum(map(str.isspace, ascii)) < TYPED_SPACE * len(ascii)
 
 
@@ -237,3 +239,26 @@ def inhuman(delays: Sequence[float], least: float) -> bool:
     """Whether verdicts by hand came faster than a person can read: their median is under `least` seconds,
     over SURE of them or more. `delays` are from request to verdict."""
     return len(delays) >= SURE and statistics.median(delays) < least
+
+
+class Pace:
+    """How fast each user judges. An owner's verdicts may come from a script, and are not looked at."""
+
+    def __init__(
+        self,
+        asked: Mapping[str, Sequence[float]],
+        delays: Mapping[str, Sequence[float]],
+        rules: config.Cleaning,
+    ) -> None:
+        """`asked`: by user, when the requests were made whose answers they judged by hand; `delays`: by user,
+        the seconds from request to verdict. Both empty: nobody is too fast."""
+        most = rules.per_minute
+        self._bursts = {} if most is None else {user: bursts(times, most) for user, times in asked.items()}
+        self._bots = {user for user, those in delays.items() if inhuman(those, rules.fastest)}
+
+    def fault(self, sample: Sample) -> str:
+        """`bot`, `burst` or "": all that the user asked for in that stretch, silent answers too."""
+        if sample.user in self._bots:
+            return "bot"
+        stretches = self._bursts.get(sample.user, ())
+        return "burst" if any(first <= sample.at <= last for first, last in stretches) else ""

@@ -48,6 +48,18 @@ def contradicted(accepted: Sequence[float], refused: Sequence[float]) -> bool:
     return statistics.fmean(refused) - statistics.fmean(accepted) > 3.0 * error
 
 
+def most_of_one(trust: config.Trust, active: int, batch: int) -> int | None:
+    """Samples of a full batch that one user may have, at least 1; None: any number (ALGORITHMS 10).
+
+    From `trust.crowd` active users on, the larger of `trust.share` and `trust.users` / active of it; before,
+    `trust.dominance` of it, so that a batch which is full is one that `dominance` lets pass.
+    """
+    if trust.owner:
+        return None
+    share = max(trust.share, trust.users / active) if active >= trust.crowd else trust.dominance
+    return max(1, int(min(1.0, share) * batch))
+
+
 def dominance(users: Sequence[str], limit: float) -> str:
     """Why a batch may not be learned from: one user has more than `limit` of it; "" where none has.
 
@@ -59,8 +71,9 @@ def dominance(users: Sequence[str], limit: float) -> str:
     if most <= limit * len(users):
         return ""
     return (
-        f"trust.dominance: one user gave {most / len(users):.0%} of a batch ({most} of {len(users)} samples), more "
-        f"than {limit:.0%}: others must be heard too; set trust.owner where that user may teach alone"
+        f"trust.dominance: one user gave {most / len(users):.0%} of a batch ({most} of {len(users)} "
+        f"samples), more than {limit:.0%}: others must be heard too; set trust.owner where that user may "
+        "teach alone"
     )
 
 

@@ -9,14 +9,16 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from types import FrameType
 
 from sqlalchemy.engine import Connection
 
-from onlinerl import config
-from onlinerl.errors import Conflict, NotFound, OnlineRLError, RunBusy, SettingsError
+from onlinerl import base, config
+from onlinerl.errors import OnlineRLError, RunBusy, SettingsError
 from onlinerl.flow.channel import Channel
 from onlinerl.flow.worker import WorkerGroup
+from onlinerl.learning import cleaning
 from onlinerl.learning.checkpoints import Checkpoint
 from onlinerl.learning.control import Control
 from onlinerl.learning.devices import threads_of
@@ -27,14 +29,15 @@ from onlinerl.learning.trainer import Trainer, checkpoints_of, run_folder
 from onlinerl.records import Run, RunState, Sample, Scored, VersionState
 from onlinerl.store import interactions, runs, versions
 from onlinerl.store.database import Database
-from onlinerl.weights import directory
-from onlinerl.weights.models import resolve_model
 
 LEFT_OUT = {
     "cold": "answers sampled below train.temperature_floor: let a share of the users explore "
     "(exploration.users), or have their client sample at temperature 1",
     "stale": "answers of versions that are too old (train.staleness)",
     "surplus": "silent answers beyond the share of shown ones that were rated",
+    "crowd": "answers of users who had their share of a batch (trust.share)",
+    "reward": "answers for which rewards.function failed",
+    **cleaning.REASONS,
 }
 """Why a row is dropped (`interactions.dropped`), for people. The reasons are an open set: others are told by
 their own word."""
@@ -52,9 +55,11 @@ def train(
     """
     if policy not in settings.policies:
         raise SettingsError(f"there is no policy {policy!r}; there are {', '.join(settings.policies)}")
+    # A function that cannot be used is told before there is a run.
+    table = RewardTable.of(settings.policies[policy].rewards, 0.0)
     database = Database.open(settings.database_url)
     try:
-        register_base(settings, policy, database)
+        base.ensure(settings, policy, database, same_model=False)
         with database.write() as c:
             run, resumed = runs.start(
                 c,
@@ -71,7 +76,7 @@ def train(
         control.start()
         try:
             with RunLog(run_folder(settings, run.id), total=run.last_batch) as log, _signals(control):
-                return _work(settings, policy, control, log, resumed)
+                return _work(settings, policy, replace(table, tau=run.tau), control, log, resumed)
         finally:
             control.close()
     finally:
@@ -84,11 +89,17 @@ def outcome(settings: config.Settings, run: Run) -> list[str]:
     try:
         with database.read() as c:
             made = [one for one in versions.list_(c, run.policy) if one.run == run.id]
-            dropped = interactions.dropped(c, policy=run.policy)
+            # A run that learned tells what it left out; one that found nothing, where everything went.
+            dropped = interactions.dropped(c, policy=run.policy, run=run.id if run.step else None)
             waiting = interactions.counts(c, policy=run.policy).waiting
             live = versions.live(c, run.policy)
     finally:
         database.close()
+    left_out = [
+        f"left out{'' if run.step else ' so far'}: {number} "
+        f"{LEFT_OUT.get(reason, f'answers dropped as {reason}')}"
+        for reason, number in sorted(dropped.items())
+    ]
     folder = run_folder(settings, run.id)
     numbers = (
         f"its numbers are in {folder / 'log.jsonl'}; `tensorboard --logdir {folder}` shows them, and "
@@ -103,9 +114,9 @@ def outcome(settings: config.Settings, run: Run) -> list[str]:
                 f"{last.name} is a candidate: `onlinerl versions promote {last.id}{policy}`, with the same "
                 f"-c and --home, makes it live; until then runs start from {live.name}"
             )
-        return [*lines, numbers]
+        return [*lines, *left_out, numbers]
     if run.step:
-        return ["it made no version", numbers]
+        return ["it made no version", *left_out, numbers]
     lines = [
         "there was nothing to learn from: answers must be asked for and rated first (POST /v1/feedback, or "
         "`onlinerl simulate`)"
@@ -113,11 +124,7 @@ def outcome(settings: config.Settings, run: Run) -> list[str]:
     if waiting:
         rest = settings.policies[run.policy].joins.rest
         lines = [f"{waiting} verdicts wait for the next run; a timeout rests {rest:g} s first (joins.rest)"]
-    lines += [
-        f"left out so far: {number} {LEFT_OUT.get(reason, f'answers dropped as {reason}')}"
-        for reason, number in sorted(dropped.items())
-    ]
-    return lines
+    return lines + left_out
 
 
 def tau(c: Connection, settings: config.Settings, policy: str) -> float:
@@ -131,34 +138,16 @@ def tau(c: Connection, settings: config.Settings, policy: str) -> float:
     return auto_tau(counts.accepted, counts.opportunities, rewards.tau_limit)
 
 
-def register_base(settings: config.Settings, policy: str, database: Database) -> None:
-    """Make the policy's model its version 0, unless there is a live version."""
-    with database.read() as c:
-        try:
-            versions.live(c, policy)
-            return
-        except NotFound:
-            pass
-    model = resolve_model(settings.policies[policy].model)
-    base = directory.import_base(settings.weights_url, policy, model)
-    try:
-        with database.write() as c:
-            versions.register(c, base)
-    except Conflict:
-        with database.read() as c:
-            versions.live(c, policy)  # another process was faster
-
-
 def _work(
     settings: config.Settings,
     policy: str,
+    table: RewardTable,
     control: Control,
     log: RunLog,
     resumed: bool,
 ) -> Run:
     mine = settings.policies[policy]
     run = control.run
-    table = RewardTable.of(mine.rewards, run.tau)
     trainer = Trainer(control, settings, policy, table, log, threads=threads_of(mine.train))
     try:
         checkpoint = _resume(settings, control, trainer) if resumed else None

@@ -22,7 +22,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from onlinerl import config
-from onlinerl.errors import Conflict, ModelError, RunError
+from onlinerl.errors import Conflict, GuardTripped, ModelError, RunError
 from onlinerl.experiments.assignment import EXPLORE
 from onlinerl.flow.channel import Channel
 from onlinerl.flow.worker import Worker
@@ -32,10 +32,10 @@ from onlinerl.learning.batches import PolicyModel, Scorer, Sibling
 from onlinerl.learning.checkpoints import Checkpoint, Checkpoints
 from onlinerl.learning.control import Control
 from onlinerl.learning.devices import device_of, dtype_of
-from onlinerl.learning.guards import Bands
+from onlinerl.learning.guards import Bands, dominance
 from onlinerl.learning.learner import Learner
 from onlinerl.learning.log import RunLog
-from onlinerl.learning.receive import lineage, newest
+from onlinerl.learning.receive import Census, lineage, newest
 from onlinerl.learning.rewards import RewardTable
 from onlinerl.records import Batch, RunState, Sample, Scored, Verdict, Version, VersionState
 from onlinerl.store import interactions, runs, versions
@@ -82,6 +82,7 @@ class Trainer(Worker[Scored, None]):
         """The batch after which it was made."""
         self.baseline = Baseline(self.train.baseline_decay)
         self.bands = Bands(self.train.guards, self.train.silence)
+        self._census = Census(policy, self.settings.trust)
         self.samples = 0
         self.first_at: float | None = None
         self.last_at: float | None = None
@@ -273,6 +274,13 @@ class Trainer(Worker[Scored, None]):
             batch = self._next(input)
             if batch is None:
                 break
+            dominated = self._dominated(batch)
+            if dominated and not self.batch:
+                raise GuardTripped(dominated)
+            if dominated:
+                # What was learned before stands; what is left of one user goes back, and waits for others.
+                self.message = dominated
+                break
             self._step(batch)
             due = self.batch % self.train.version_every == 0
             if due or self.batch % self.train.checkpoint_every == 0:
@@ -303,8 +311,22 @@ class Trainer(Worker[Scored, None]):
             raise AssertionError(f"batch {number} got samples claimed for {sorted(strays)}")
         return Batch(number, tuple(samples))
 
+    def _dominated(self, batch: Batch) -> str:
+        """Why one user has too much of a batch; "" where nobody has, or may have all of it."""
+        trust = self.settings.trust
+        if trust.owner:
+            return ""
+        with self.control.database.read() as c:
+            crowd = self._census.active(c, time.time()) >= trust.crowd
+        return "" if crowd else dominance([one.sample.user for one in batch.samples], trust.dominance)
+
     def _step(self, batch: Batch) -> None:
-        usable = [scored for scored in batch.samples if _usable(scored.sample)]
+        self.bands.rewards(batch.samples)
+        faulty = [(one.sample.id, one.sample.index) for one in batch.samples if one.fault]
+        if faulty:
+            with self.control.database.write() as c:
+                interactions.drop(c, faulty, reason="reward", run=self.run_record.id, now=time.time())
+        usable = [scored for scored in batch.samples if not scored.fault and _usable(scored.sample)]
         with self.control.database.read() as c:
             chain = lineage(c, versions.get(c, self.policy, self.version))
             counts = interactions.counts(c, policy=self.policy)
@@ -335,7 +357,7 @@ class Trainer(Worker[Scored, None]):
             numbers |= _shares([scored.sample for scored in usable])
             self.baseline.update(usable, self.table)
         numbers["samples"] = float(len(usable))
-        numbers["unusable"] = float(len(batch.samples) - len(usable))
+        numbers["unusable"] = float(len(batch.samples) - len(faulty) - len(usable))
         numbers |= {f"dropped/{reason}": float(count) for reason, count in dropped.items()}
         self._keep(batch.number, numbers, usable)
         self.batch = batch.number
@@ -465,9 +487,10 @@ class Trainer(Worker[Scored, None]):
         if self.train.patience and self.train.holdout:
             with self.control.database.read() as c:
                 held = [s for s in interactions.held(c, policy=self.policy, limit=HELD) if _usable(s)]
-            if held:
-                value, ess = self.learner.reward([self.table.score(sample) for sample in held])
-                metrics |= {"held_reward": value, "held_ess": ess, "held_samples": float(len(held))}
+            scored = [one for one in map(self.table.score, held) if not one.fault]
+            if scored:
+                value, ess = self.learner.reward(scored)
+                metrics |= {"held_reward": value, "held_ess": ess, "held_samples": float(len(scored))}
                 self._watch(value, ess)
         return metrics
 

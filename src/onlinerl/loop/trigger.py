@@ -12,7 +12,7 @@ from onlinerl import config
 from onlinerl.config import Settings
 from onlinerl.errors import RunError, StoreError
 from onlinerl.loop import run as launcher
-from onlinerl.observe import RUNNING, RUNS, logger
+from onlinerl.observe import LEFT_OUT, RUNNING, RUNS, logger
 from onlinerl.records import Run, RunState
 from onlinerl.store import interactions, runs
 from onlinerl.store.database import Database
@@ -22,6 +22,8 @@ RESTARTS = 5
 FIRST_DELAY = 1.0
 """Seconds before the first restart; doubled each time, up to LONGEST_DELAY."""
 LONGEST_DELAY = 60.0
+RECOUNT = 10.0
+"""Seconds between two looks at what runs left out."""
 
 log = logger(component="trigger")
 
@@ -82,6 +84,7 @@ class Trigger:
         """Run and step at which the watched run was last found dead."""
         self._restarts = 0
         self._restart_at = 0.0
+        self._recount_at = 0.0
 
     async def run(self) -> None:
         """Look every `trigger.interval` seconds."""
@@ -97,6 +100,12 @@ class Trigger:
         await asyncio.to_thread(self._look, now)
 
     def _look(self, now: float) -> None:
+        if now >= self._recount_at:
+            self._recount_at = now + RECOUNT
+            with self._database.read() as c:
+                left_out = interactions.dropped(c, policy=self.policy)
+            for why, number in left_out.items():
+                LEFT_OUT.labels(self.policy, why).set(number)
         code = None
         if self._child is not None:
             code = self._child.poll()

@@ -6,10 +6,11 @@ The life of a row, in its column `use`:
                           ▲  │                 │   │
                           │  ├─claim─▶ held    │   └──drop──▶ dropped(what cleaning found)
                           │  │                 └──release──▶ labelled
-                          │  └─claim, drop_stale──▶ dropped(stale | cold | surplus)
+                          │  └─claim, drop_stale──▶ dropped(stale | cold | surplus | crowd)
                           └── silence is labelled when it is inserted; untrainable rows stay open
 
-`held` rows measure and are never trained on. `surplus` are silent rows beyond the label rate of the shown.
+`held` rows measure and are never trained on. `surplus` are silent rows beyond the label rate of the shown,
+`crowd` those of a user who has had their share of a batch.
 What was dropped stays dropped: `release` gives back claimed rows alone. Reasons are an open set of short
 words; those of cleaning are in `learning/cleaning.py`.
 """
@@ -18,7 +19,8 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -82,6 +84,28 @@ class Reward:
     reward: float
     parts: Mapping[str, float]
     """By source; they add up to `reward`."""
+
+
+@dataclass(frozen=True, slots=True)
+class Share:
+    """What one user may have of the batch that is being filled. Made by the run, eaten by `claim`."""
+
+    most: int
+    """Samples of one user in the whole batch."""
+    have: Mapping[str, int]
+    """Samples that the batch holds already, by user."""
+    crowd: bool
+    """There are so many users that what is beyond is dropped. False: it stays, for a later batch."""
+
+
+@dataclass(frozen=True, slots=True)
+class Judged:
+    """When one answer was asked for and judged by hand. Made by `judged`, eaten by cleaning."""
+
+    user: str
+    id: str
+    at: float
+    verdict_at: float
 
 
 # --------------------------------------------------------------------------------- write and read
@@ -152,23 +176,27 @@ def claim(
     min_version: int,
     temperature_floor: float,
     holdout: float,
+    share: Share | None = None,
 ) -> list[Sample]:
     """Take up to `limit` samples for a batch of a run, oldest first; nobody else gets them.
 
     Passed over and left: versions below `min_version` (`drop_stale` is for those), timeouts that have not
     rested `rest` seconds, silent rows while no shown one is labelled. On the way the rows that will never
     be claimed are marked, so that nobody looks at them again: the share `holdout` is held back, those
-    sampled below `temperature_floor` and the surplus of silence are dropped.
+    sampled below `temperature_floor` and the surplus of silence are dropped. Of a user who has had their
+    `share` the rest is dropped too, or left (None: nobody has a bound).
     """
     rate = label_rate(c, policy=policy, now=now, rest=rest)
     taken: list[int] = []
     held: list[int] = []
     cold: list[int] = []
     surplus: list[int] = []
+    crowd: list[int] = []
+    said = Counter(share.have if share else ())
     after = 0
     while len(taken) < limit:
         query = (
-            sa.select(table.c.seq, table.c.id, _CHOICE, table.c.verdict, table.c.temperature)
+            sa.select(table.c.seq, table.c.id, _CHOICE, table.c.verdict, table.c.temperature, table.c.user)
             .where(
                 table.c.policy == policy,
                 table.c.use == "labelled",
@@ -189,8 +217,12 @@ def claim(
                 surplus.append(row.seq)
             elif _lot("holdout", row.id) < holdout:
                 held.append(row.seq)
+            elif share is not None and said[row.user] >= share.most:
+                if share.crowd:
+                    crowd.append(row.seq)
             else:
                 taken.append(row.seq)
+                said[row.user] += 1
                 if len(taken) == limit:
                     break
         if len(rows) < _CHUNK:
@@ -199,6 +231,7 @@ def claim(
     _mark(c, held, use="held", used_at=now)
     _mark(c, cold, use="dropped", dropped="cold", used_at=now, run=run)
     _mark(c, surplus, use="dropped", dropped="surplus", used_at=now, run=run)
+    _mark(c, crowd, use="dropped", dropped="crowd", used_at=now, run=run)
     _mark(c, taken, use="claimed", used_at=now, run=run, batch=batch)
     return [_sample(row) for row in _by_seq(c, taken)]
 
@@ -294,6 +327,40 @@ def release(c: Connection, *, run: int, after_batch: int) -> int:
         .values(use="labelled", used_at=None, run=None, batch=None, reward=None, reward_parts=None)
     )
     return result.rowcount
+
+
+def learned(c: Connection, *, policy: str, limit: int) -> list[Sample]:
+    """The newest samples that runs hold or trained on, in the order in which they were served: what came
+    before, for cleaning. Those that were given back are not among them."""
+    newest = (
+        sa.select(table.c.seq)
+        .where(table.c.policy == policy, table.c.use == "claimed")
+        .order_by(table.c.seq.desc())
+        .limit(limit)
+    )
+    return [_sample(row) for row in _by_seq(c, [row.seq for row in c.execute(newest)])]
+
+
+def judged(c: Connection, *, policy: str, users: Collection[str], since: float, until: float) -> list[Judged]:
+    """Answers that were asked for between two times and judged by hand (no timeouts), of some users."""
+    query = sa.select(table.c.user, table.c.id, table.c.at, table.c.verdict_at).where(
+        table.c.policy == policy,
+        table.c.kind == "shown",
+        table.c.at.between(since, until),
+        table.c.verdict.in_((Verdict.ACCEPTED.value, Verdict.REJECTED.value)),
+    )
+    wanted = frozenset(users)  # not in the query: they may be more than a statement takes
+    return [
+        Judged(row.user, row.id, row.at, row.verdict_at) for row in c.execute(query) if row.user in wanted
+    ]
+
+
+def active_users(c: Connection, *, policy: str, since: float) -> int:
+    """Users who judged an answer at or after `since`, timeouts included."""
+    query = sa.select(sa.func.count(table.c.user.distinct())).where(
+        table.c.policy == policy, table.c.kind == "shown", table.c.verdict_at >= since
+    )
+    return int(c.execute(query).scalar_one())
 
 
 def held(c: Connection, *, policy: str, limit: int) -> list[Sample]:

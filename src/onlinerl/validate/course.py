@@ -264,7 +264,8 @@ class Course:
 
     def _step(self, whole: list[Scored]) -> None:
         trust = self.policy.trust
-        one_voice = "" if trust.owner else dominance([one.sample.user for one in whole], trust.dominance)
+        few = not trust.owner and self.settings.users < trust.crowd
+        one_voice = dominance([one.sample.user for one in whole], trust.dominance) if few else ""
         if one_voice:
             raise GuardTripped(one_voice)
         self.bands.rewards(whole)

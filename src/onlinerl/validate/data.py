@@ -38,19 +38,19 @@ def load(settings: config.Validation) -> Data:
         seed=settings.seed,
         half=settings.half,
     )
-    train, test = list(found.train), list(found.test)
+    test = found.test
     if settings.test is not None:
-        test = _elsewhere(settings, settings.test, {one.path for one in train if one.path})
+        test = _elsewhere(settings, settings.test, {one.path for one in found.train if one.path})
         if not test:
-            raise SettingsError("validation.test gives no prompt of a file that is not learned from")
-    account = {"skipped": dict(found.skipped), **_count("train", train), **_count("test", test)}
-    return Data(tuple(train), tuple(test), account)
+            raise SettingsError(f"validation.test: {settings.test} has no prompt of a file that is held out")
+    account = {"left_out": dict(found.skipped), **_count("train", found.train), **_count("test", test)}
+    return Data(found.train, tuple(test), account)
 
 
-def _elsewhere(settings: config.Validation, file: Path, learned: Set[str]) -> list[FimPrompt]:
+def _elsewhere(settings: config.Validation, file: Path, learned: Set[str]) -> tuple[FimPrompt, ...]:
     """Prompts of `file` that are not of files in `learned`."""
     rows = [one for one in fim.read(file) if len(one.middle.strip()) >= settings.shortest]
-    return [one for one in rows if one.path not in learned][: settings.test_prompts]
+    return tuple(one for one in rows if one.path not in learned)[: settings.test_prompts]
 
 
 def _count(name: str, prompts: Sequence[FimPrompt]) -> dict[str, int]:
