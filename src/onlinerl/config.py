@@ -269,8 +269,16 @@ class Train(Node):
     """Samples of one step."""
     minibatches: Annotated[int, Field(ge=1, le=4)] = 2
     """Optimiser steps per batch."""
-    microbatch: Count = 4096
-    """Tokens packed into one forward pass; smaller needs less memory, the gradient is the same."""
+    microbatch: Count | Literal["auto"] = "auto"
+    """Tokens packed into one forward pass; smaller needs less memory, the gradient is the same. auto is 4096
+    on CPU, and on CUDA what fits its free memory, at most 32768."""
+    recompute: bool | Literal["auto"] = "auto"
+    """Computes activations again in the backward pass instead of keeping them: far less memory for a third
+    more time. auto does so on CUDA where otherwise fewer than 4096 tokens (or `microbatch`, or the longest
+    sample) would fit its free memory, by what one token of this model is measured to keep."""
+    compile: bool | Literal["auto"] = "auto"
+    """Compiles the model's layers: faster steps, after up to a minute when a run begins. auto does so on CUDA
+    for models of half a billion parameters or more."""
     clip_low: Fraction = 0.2
     """PPO's ε below 1."""
     clip_high: Fraction = 0.28

@@ -121,7 +121,12 @@ class Trainer(Worker[Scored, None]):
     def _model(self, version: int, lora: config.Lora | None = None) -> PolicyModel:
         device = device_of(self.train)
         folder = directory.folder(self.root, self.policy, version)
-        return PolicyModel.load(folder, device, dtype_of(self.train, device), lora, self.train.seed)
+        made = PolicyModel.load(
+            folder, device, dtype_of(self.train, device), lora, self.train.seed, compile=self.train.compile
+        )
+        for text in made.fallbacks:
+            self.log.event("warning", text=f"{self.policy}@{version}: {text}")
+        return made
 
     def _begin(self, version: int) -> PolicyModel:
         """The model to train, being what `version` is.
