@@ -11,6 +11,8 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
+import shlex
 import sys
 import time
 from pathlib import Path
@@ -24,14 +26,19 @@ def main(words: list[str] | None = None) -> int:
     if words[:1] == ["report"]:
         return report(words[1:])
     parser = argparse.ArgumentParser(prog="python -m studies", description=__doc__.split("\n")[0])
-    parser.add_argument("studies", nargs="+", metavar="STUDY", help=f"{', '.join(catalogue.NAMES)}; all; list")
+    parser.add_argument(
+        "studies", nargs="+", metavar="STUDY", help=f"{', '.join(catalogue.NAMES)}; all; list"
+    )
     parser.add_argument("--processes", type=int, default=1, help="runs side by side")
     parser.add_argument("--gpus", type=int, default=0, help="GPUs to spread them over; 0: on the CPU")
     parser.add_argument("--budget", type=float, default=560.0, help="seconds, start-up included")
     parser.add_argument("--out", type=Path, default=Path("build/studies"), help="folder of the outcomes")
     parser.add_argument("--ranks", type=int, default=9, help="highest rank of runs that is made")
+    parser.add_argument("--arms", default="", metavar="TEXT", help="only arms that hold this text")
     parser.add_argument("--resume", action="store_true", help="leave out runs whose outcome is there")
-    parser.add_argument("--mps", action="store_true", help="use NVIDIA's multi-process service if it is there")
+    parser.add_argument(
+        "--mps", action="store_true", help="use NVIDIA's multi-process service if it is there"
+    )
     parser.add_argument(
         "--set", action="append", default=[], metavar="SETTING=VALUE", help="for every run, before its own"
     )
@@ -52,7 +59,9 @@ def listing() -> None:
     """Print what there is."""
     for study in catalogue.studies():
         cost = sum(run.cost for run in study.runs)
-        print(f"{study.name}: {study.title}\n  {len(study.runs)} runs, cost {cost:.1f}: {', '.join(study.arms)}")
+        print(
+            f"{study.name}: {study.title}\n  {len(study.runs)} runs, cost {cost:.1f}: {', '.join(study.arms)}"
+        )
 
 
 def perform(given: argparse.Namespace, names: list[str]) -> int:
@@ -61,10 +70,12 @@ def perform(given: argparse.Namespace, names: list[str]) -> int:
     out.mkdir(parents=True, exist_ok=True)
     chosen = [study for study in catalogue.studies() if study.name in names]
     runs = [run for name in names for study in chosen if study.name == name for run in study.runs]
-    runs = [run for run in runs if run.rank <= given.ranks]
+    runs = [run for run in runs if run.rank <= given.ranks and given.arms in run.arm]
     before = plan.read(out, catalogue.NAMES)
     if not given.resume and any(outcome.study in names for outcome in before):
-        print(f"{out} holds outcomes of these studies already: add --resume, or another --out", file=sys.stderr)
+        print(
+            f"{out} holds outcomes of these studies already: add --resume, or another --out", file=sys.stderr
+        )
         return 2
     done = {outcome.key: outcome.state for outcome in before if outcome.state != "failed"}
     wanted = {run.start for run in runs if run.key not in done}
@@ -74,8 +85,13 @@ def perform(given: argparse.Namespace, names: list[str]) -> int:
     runs = [run for run in runs if run.key not in done]
     began = time.monotonic()
     performer.lay_out(out, small=given.small, every=given.set)
-    facts = performer.machine(sys.argv[1:], given.processes, given.gpus)
-    (out / "machine.json").write_text(json.dumps(facts, indent=1) + "\n", encoding="utf-8")
+    call = {
+        "command": f"python -m studies {shlex.join(sys.argv[1:])}",
+        "gpus": given.gpus,
+        "cores": os.cpu_count(),
+        "processes": given.processes,
+    }
+    (out / "call.json").write_text(json.dumps(call) + "\n", encoding="utf-8")
     print(f"{len(runs)} runs, cost {sum(run.cost for run in runs):.1f}; {len(done)} are there", flush=True)
     with workers.mps(given.mps and given.gpus > 0):
         tally = workers.work_off(

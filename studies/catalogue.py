@@ -25,8 +25,16 @@ _WORDS = {
     "parses": ("parses", ".1%"),
 }
 WHOLE = (
-    "reward", "judge/report", "accept", "accept_shown", "shown", "exact", "similarity", "characters", "parses",
-)  # fmt: skip
+    "reward",
+    "judge/report",
+    "accept",
+    "accept_shown",
+    "shown",
+    "exact",
+    "similarity",
+    "characters",
+    "parses",
+)
 SHORT = ("reward", "accept_shown", "shown", "judge/report")
 TRAIN = "policies.tab.train."
 
@@ -42,12 +50,19 @@ def lr(value: str) -> str:
 
 
 def seeds(
-    study: str, arm: str, overrides: Iterable[str], count: int = 3, *, rank: int = 0, cost: float = 1.0,
+    study: str,
+    arm: str,
+    overrides: Iterable[str],
+    count: int = 3,
+    *,
+    rank: int = 0,
+    cost: float = 1.0,
     extras: tuple[str, ...] = (),
-) -> tuple[Run, ...]:  # fmt: skip
+) -> tuple[Run, ...]:
     """`count` runs of an arm; those beyond the third come with a later rank."""
     return tuple(
-        Run(study, arm, seed, tuple(overrides), cost, rank + (seed >= 3), extras=extras) for seed in range(count)
+        Run(study, arm, seed, tuple(overrides), cost, rank + (seed >= 3), extras=extras)
+        for seed in range(count)
     )
 
 
@@ -62,9 +77,21 @@ WIDE = (
     f"{TRAIN}guards.gradient=1e9",
 )
 """No guards: what the others' recipes do not have must not stop them."""
-RAW = (f"{TRAIN}mode=raw", f"{TRAIN}clip_high=0.2", *WIDE)
+SEEDS = (f"{TRAIN}clip_high=0.2", f"{TRAIN}weight_decay=0.05", f"{TRAIN}gradient_clip=0.8", *WIDE)
+"""What the seed's files set beside mode, temperature, group and learning rate (`examples/`)."""
+RAW = (f"{TRAIN}mode=raw", *SEEDS)
 JUDGED = ("validation.rater=judge", "validation.judge.kind=reference")
-GROUP = (f"{TRAIN}mode=group", "validation.group=8", *JUDGED, *WIDE)
+GROUP = (
+    f"{TRAIN}mode=group",
+    "validation.group=8",
+    f"{TRAIN}minibatches=4",
+    f"{TRAIN}dual_clip=null",
+    f"{TRAIN}veto=0",
+    f"{TRAIN}kl_coefficient=0",
+    f"{TRAIN}silence.floor=0",
+    *JUDGED,
+    *SEEDS,
+)
 COLD = (
     "policies.tab.sampling.temperature=0.1",
     f"{TRAIN}temperature_floor=0.05",
@@ -87,9 +114,13 @@ def headline() -> Study:
         for arm, overrides in RECIPES.items():
             optional = arm.startswith("(e)")
             found = seeds(
-                "headline", f"{arm} · lr {rate}", (*overrides, lr(rate)), 3 if optional else 5, rank=int(optional),
-                extras=("forgetting", "execution"),
-            )  # fmt: skip
+                "headline",
+                f"{arm} · lr {rate}",
+                (*overrides, lr(rate)),
+                3 if optional else 5,
+                rank=int(optional),
+                extras=("execution",),
+            )
             runs += found
     others = [arm for arm in RECIPES if arm[1] in "abd"]
     return Study(
@@ -99,10 +130,12 @@ def headline() -> Study:
         (
             *columns("sampled", *WHOLE, "reward@0", "reward@0.1", "reward@0.25"),
             *columns("greedy", *WHOLE),
-            Column("forgetting.left_to_right", "left-to-right loss, nats", ".4f", "extras"),
-            Column("forgetting.middle", "loss on the authors' middles", ".4f", "extras"),
+            Column("loss.left_to_right", "left-to-right loss, nats", ".4f"),
+            Column("loss.middle", "loss on the authors' middles", ".4f"),
         ),
-        compare=tuple((f"(c) onlinerl · lr {rate}", f"{arm} · lr {rate}") for rate in RATES for arm in others),
+        compare=tuple(
+            (f"(c) onlinerl · lr {rate}", f"{arm} · lr {rate}") for rate in RATES for arm in others
+        ),
         compared=("sampled.reward", "greedy.reward", "sampled.judge/report", "greedy.judge/report"),
         reach=("sampled.reward", "greedy.reward"),
         curves=("sampled.reward", "greedy.reward", "sampled.shown", "greedy.judge/report"),
@@ -122,8 +155,10 @@ def silence() -> Study:
     for taste, words in TASTES:
         for tau in ("0.1", "0.25", "0.4"):
             common = (
-                f"validation.tastes=[{taste}]", f"policies.tab.rewards.tau={tau}", f"validation.tau_report={tau}",
-            )  # fmt: skip
+                f"validation.tastes=[{taste}]",
+                f"policies.tab.rewards.tau={tau}",
+                f"validation.tau_report={tau}",
+            )
             names = [f"{floor} · {words}, τ = {tau}" for floor in ("floor", "no floor")]
             runs += seeds("silence", names[0], common)
             runs += seeds("silence", names[1], (*common, f"{TRAIN}silence.floor=0"))
@@ -175,7 +210,7 @@ def noise() -> Study:
 # --------------------------------------------------------------------------------------- generalise
 
 HALF = (
-    "validation.data={out}/prompts/half.jsonl",
+    "validation.half=true",
     "validation.test={out}/prompts/other.jsonl",
     "validation.tastes=[similar, short]",
     "validation.report_tastes=[lenient, long]",
@@ -183,7 +218,8 @@ HALF = (
 """Learns from one half of the packages with users of two tastes; the report is of the other packages and of
 users of two other tastes."""
 SAME = (
-    "validation.data={out}/prompts/half.jsonl",
+    "validation.half=true",
+    "validation.test={out}/prompts/own.jsonl",
     "validation.tastes=[similar, short]",
     "validation.completions=1",
 )
@@ -197,18 +233,29 @@ def generalise() -> Study:
         for coefficient in ("0", "0.02", "0.1"):
             arm = f"KL {coefficient} · lr {rate}"
             overrides = (*HALF, lr(rate), f"{TRAIN}kl_coefficient={coefficient}")
-            runs += [
-                replace(run, save=True) for run in seeds("generalise", arm, overrides, extras=("forgetting",))
-            ]
+            runs += [replace(run, save=True) for run in seeds("generalise", arm, overrides)]
             if coefficient == "0.02":
                 runs += [
-                    Run("generalise", f"KL {coefficient}, on its own half · lr {rate}", seed, SAME, 0.15,
-                        start=f"generalise/{arm}/{seed}")
+                    Run(
+                        "generalise",
+                        f"KL {coefficient}, on its own half · lr {rate}",
+                        seed,
+                        SAME,
+                        0.15,
+                        start=f"generalise/{arm}/{seed}",
+                    )
                     for seed in range(3)
-                ]  # fmt: skip
+                ]
     base = "before learning"
-    runs.append(Run("generalise", f"{base} · other half", 0, (*HALF, "validation.completions=1"), 0.2,
-                    extras=("forgetting",)))  # fmt: skip
+    runs.append(
+        Run(
+            "generalise",
+            f"{base} · other half",
+            0,
+            (*HALF, "validation.completions=1"),
+            0.2,
+        )
+    )
     runs.append(Run("generalise", f"{base} · own half", 0, SAME, 0.15))
     return Study(
         "generalise",
@@ -217,8 +264,8 @@ def generalise() -> Study:
         (
             *columns("sampled", *SHORT),
             *columns("greedy", "reward", "judge/report", "exact", "similarity"),
-            Column("forgetting.left_to_right", "left-to-right loss, nats", ".4f", "extras"),
-            Column("forgetting.middle", "loss on the authors' middles", ".4f", "extras"),
+            Column("loss.left_to_right", "left-to-right loss, nats", ".4f"),
+            Column("loss.middle", "loss on the authors' middles", ".4f"),
         ),
     )
 
@@ -226,18 +273,23 @@ def generalise() -> Study:
 def supervised() -> Study:
     """Three ways to learn from the same number of completions."""
     tuned = (
-        "validation.completions=1", "validation.warmstart.source=accepted", "validation.warmstart.completions=6144",
-    )  # fmt: skip
+        "validation.completions=1",
+        "validation.warmstart.source=accepted",
+        "validation.warmstart.completions=6144",
+    )
     offline = ("validation.publish_every=0", f"{TRAIN}version_every=4", f"{TRAIN}staleness=100")
     runs: list[Run] = []
     for rate in RATES:
         for epochs in (1, 4):
             words = (*tuned, f"validation.warmstart.lr={rate}", f"validation.warmstart.epochs={epochs}")
             arm = f"supervised on the accepted, {epochs} epoch{'s' * (epochs > 1)} · lr {rate}"
-            runs += seeds("supervised", arm, words, cost=0.7, extras=("forgetting",))
-        runs += seeds("supervised", f"offline RL, all of the base's · lr {rate}", (*offline, lr(rate)),
-                      extras=("forgetting",))  # fmt: skip
-        runs += seeds("supervised", f"online RL · lr {rate}", (lr(rate),), extras=("forgetting",))
+            runs += seeds("supervised", arm, words, cost=0.7)
+        runs += seeds(
+            "supervised",
+            f"offline RL, all of the base's · lr {rate}",
+            (*offline, lr(rate)),
+        )
+        runs += seeds("supervised", f"online RL · lr {rate}", (lr(rate),))
     rl = "online RL"
     others = list(dict.fromkeys(run.arm.partition(" · ")[0] for run in runs if not run.arm.startswith(rl)))
     return Study(
@@ -247,7 +299,7 @@ def supervised() -> Study:
         (
             *columns("sampled", *SHORT),
             *columns("greedy", "reward", "judge/report", "exact"),
-            Column("forgetting.left_to_right", "left-to-right loss, nats", ".4f", "extras"),
+            Column("loss.left_to_right", "left-to-right loss, nats", ".4f"),
         ),
         compare=tuple((f"{rl} · lr {rate}", f"{other} · lr {rate}") for rate in RATES for other in others),
         compared=("sampled.reward", "greedy.reward"),
@@ -287,13 +339,18 @@ def personal() -> Study:
                 Run("personal", f"an adapter a user, lr {rate}", place, words, 0.12, start=shared.key)
             )
             if rate == ADAPTER_RATES[-1]:
-                runs.append(Run("personal", f"an adapter a user on the base model, lr {rate}", place, words, 0.12, 2))
+                runs.append(
+                    Run("personal", f"an adapter a user on the base model, lr {rate}", place, words, 0.12, 2)
+                )
     return Study(
         "personal",
         "200 verdicts of one user: their adapter against the shared policy, over 20 users",
         tuple(runs),
         (
-            *(Column(c.metric, c.title, c.form) for c in columns("sampled", "accept_shown", "accept", "shown")),
+            *(
+                Column(c.metric, c.title, c.form)
+                for c in columns("sampled", "accept_shown", "accept", "shown")
+            ),
             Column("sampled.accept_shown", "gain in accepted of shown", "+.1%", "gain"),
             Column("sampled.accept", "gain in accepted of all", "+.1%", "gain"),
             *columns("greedy", "accept_shown", "accept"),
@@ -314,9 +371,15 @@ def cohorts() -> Study:
             own = (f"validation.tastes=[{cohort}]", "validation.users=5", "validation.spread=0.15")
             words = (*own, *LORA, f"{TRAIN}lora.lr=1e-3", "policies.tab.rewards.tau=0.1")
             runs.append(
-                Run("cohorts", f"adapter of cohort {cohort}", seed, (*words, "validation.completions=2048"), 0.4,
-                    start=shared.key)
-            )  # fmt: skip
+                Run(
+                    "cohorts",
+                    f"adapter of cohort {cohort}",
+                    seed,
+                    (*words, "validation.completions=2048"),
+                    0.4,
+                    start=shared.key,
+                )
+            )
     return Study(
         "cohorts",
         "An adapter for each cohort against the shared policy, for the cohort's own users",
@@ -352,7 +415,9 @@ def ablations() -> Study:
         "τ = 0.25": ("policies.tab.rewards.tau=0.25",),
         "all at T=0.3": cool,
         "all at T=0.3, 10 % at T=1": (
-            *cool, "policies.tab.exploration.users=all", "policies.tab.exploration.share=0.1",
+            *cool,
+            "policies.tab.exploration.users=all",
+            "policies.tab.exploration.share=0.1",
         ),
         "a version every 4 steps": (f"{TRAIN}version_every=4",),
         "stale": STALE,
@@ -362,7 +427,7 @@ def ablations() -> Study:
         "staler": (f"{TRAIN}version_every=8", f"{TRAIN}staleness=5", "validation.publish_every=48"),
         "int8 engine": INT8,
         "int8 engine, no importance weights": (*INT8, UNWEIGHTED),
-    }  # fmt: skip
+    }
     against = {
         "all at T=0.3, 10 % at T=1": "all at T=0.3",
         "stale": "a version every 4 steps",
@@ -411,19 +476,25 @@ def guards() -> Study:
     arms: dict[str, tuple[tuple[str, ...], str]] = {
         "lr × 100": ((f"{TRAIN}lr=3e-3",), ""),
         "the reward's sign turned round": (
-            ("policies.tab.rewards.function=studies.sabotage:flipped", "policies.tab.rewards.weights={verdict: 0}"),
+            (
+                "policies.tab.rewards.function=studies.sabotage:flipped",
+                "policies.tab.rewards.weights={verdict: 0}",
+            ),
             "",
         ),
         "NaN in a gradient": ((), "nan"),
         "all feedback from one user": (("policies.tab.trust.owner=false", "validation.users=1"), ""),
         "a judge that always fails": (
             (
-                "validation.rater=judge", "validation.judge.kind=llm", "validation.judge.url=http://127.0.0.1:9/v1",
-                "validation.judge.model=nobody", "validation.judge.attempts=1",
+                "validation.rater=judge",
+                "validation.judge.kind=llm",
+                "validation.judge.url=http://127.0.0.1:9/v1",
+                "validation.judge.model=nobody",
+                "validation.judge.attempts=1",
             ),
             "",
         ),
-    }  # fmt: skip
+    }
     common = ("validation.completions=2048", "validation.test_prompts=400", "validation.evaluate_every=0")
     return Study(
         "guards",
@@ -443,16 +514,25 @@ def guards() -> Study:
 
 def models() -> Study:
     """What the base model completes at the execution sites, to be run where tests can be."""
-    run = Run("models", "base", 0, ("validation.completions=1",), 0.2, extras=("forgetting", "execution"))
+    run = Run("models", "base", 0, ("validation.completions=1",), 0.2, extras=("execution",))
     return Study("models", "The base model's completions for execution", (run,), columns("greedy", *WHOLE))
 
 
 def studies() -> tuple[Study, ...]:
     """All of them, the most important first."""
     return (
-        headline(), models(), guards(), silence(), noise(), personal(), cohorts(), ablations(), generalise(),
-        supervised(), precision(),
-    )  # fmt: skip
+        headline(),
+        models(),
+        guards(),
+        silence(),
+        noise(),
+        personal(),
+        cohorts(),
+        ablations(),
+        generalise(),
+        supervised(),
+        precision(),
+    )
 
 
 NAMES = tuple(study.name for study in studies())

@@ -57,7 +57,7 @@ def t_quantile(freedom: float) -> float:
         steps = 400  # Simpson's rule
         width = angle / steps
         weights = (1 if i in (0, steps) else 4 if i % 2 else 2 for i in range(steps + 1))
-        return sum(w * math.cos(i * width) ** (freedom - 1) for i, w in enumerate(weights)) * width / 3
+        return sum(w * math.pow(math.cos(i * width), freedom - 1) for i, w in enumerate(weights)) * width / 3
 
     low, high = 0.0, math.pi / 2
     for _ in range(60):

@@ -159,6 +159,4 @@ def order(runs: Iterable[Run]) -> list[Run]:
     listed = list(runs)
     wanted = {run.start for run in listed}
     places = {study: place for place, study in enumerate(dict.fromkeys(run.study for run in listed))}
-    return sorted(
-        listed, key=lambda run: (run.rank, places[run.study], run.key not in wanted, -run.cost)
-    )
+    return sorted(listed, key=lambda run: (run.rank, places[run.study], run.key not in wanted, -run.cost))

@@ -1,4 +1,4 @@
-"""Plots of a summary: learning curves with their intervals as bands, or one row an arm where there are none."""
+"""Plots of a summary: learning curves with their intervals as bands, or a row for each arm without them."""
 
 from __future__ import annotations
 
@@ -6,13 +6,23 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
 COLORS = (
-    "#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#000000", "#8c564b", "#7f7f7f", "#bcbd22",
-)  # fmt: skip
+    "#0072b2",
+    "#d55e00",
+    "#009e73",
+    "#cc79a7",
+    "#e69f00",
+    "#56b4e9",
+    "#000000",
+    "#8c564b",
+    "#7f7f7f",
+    "#bcbd22",
+)
 """Okabe and Ito's, which colour-blind readers can tell apart, and three more."""
 STYLES = ("-", "--", ":", "-.")
 PARTS = " · "
@@ -38,13 +48,13 @@ def draw(summary: Mapping[str, Any], path: Path) -> bool:
     arms: Mapping[str, Any] = summary["arms"]
     if not arms:
         return False
-    curves = [metric for metric in summary["curves"] if any(len(f["curves"][metric]) > 1 for f in arms.values())]
+    curves = [
+        metric for metric in summary["curves"] if any(len(f["curves"][metric]) > 1 for f in arms.values())
+    ]
     panels = list(dict.fromkeys(split(arm)[1] for arm in arms))
     labels = list(dict.fromkeys(split(arm)[0] for arm in arms))
     if curves:
-        figure = Figure(
-            figsize=(max(7.0, 4.2 * len(panels)), 3.4 * len(curves) + 1.2), layout="constrained"
-        )
+        figure = Figure(figsize=(max(7.0, 4.2 * len(panels)), 3.4 * len(curves) + 1.2), layout="constrained")
         FigureCanvasAgg(figure)
         grid = figure.subplots(len(curves), len(panels), squeeze=False, sharex=True, sharey="row")
         for row, metric in zip(grid, curves, strict=True):
@@ -56,9 +66,17 @@ def draw(summary: Mapping[str, Any], path: Path) -> bool:
             axes.set_title(panel, fontsize=10)
         for axes in grid[-1]:
             axes.set_xlabel("completions sampled to learn from")
-        handles = {name: handle for axes in grid[0] for handle, name in zip(*axes.get_legend_handles_labels(), strict=True)}
+        handles = {
+            name: handle
+            for axes in grid[0]
+            for handle, name in zip(*axes.get_legend_handles_labels(), strict=True)
+        }
         figure.legend(
-            list(handles.values()), list(handles), loc="outside lower center", ncols=min(3, len(handles)), fontsize=8
+            list(handles.values()),
+            list(handles),
+            loc="outside lower center",
+            ncols=min(3, len(handles)),
+            fontsize=8,
         )
     else:
         figure = Figure(figsize=(8.5, 1.6 + 0.33 * len(arms)), layout="constrained")
@@ -92,9 +110,13 @@ def _lines(axes: Axes, arms: Mapping[str, Any], metric: str, panel: str, labels:
         at = [point["completions"] for point in points]
         style = STYLES[number // len(COLORS) % len(STYLES)]
         axes.plot(
-            at, [point["mean"] for point in points], label=split(arm)[0], color=color, linestyle=style,
+            at,
+            [point["mean"] for point in points],
+            label=split(arm)[0],
+            color=color,
+            linestyle=style,
             linewidth=1.6,
-        )  # fmt: skip
+        )
         low, high = [point["low"] for point in points], [point["high"] for point in points]
         axes.fill_between(at, low, high, color=color, alpha=0.13, linewidth=0)
     axes.set_xlim(left=0)
@@ -103,7 +125,8 @@ def _lines(axes: Axes, arms: Mapping[str, Any], metric: str, panel: str, labels:
 
 def _zoom(row: Sequence[Axes]) -> None:
     """Limits by the lines: wide bands of few seeds must not press them flat."""
-    values = [float(value) for axes in row for line in axes.lines for value in line.get_ydata()]
+    lines = [np.asarray(line.get_ydata(), dtype=float) for axes in row for line in axes.lines]
+    values = [float(value) for line in lines for value in line]
     if values:
         room = max(max(values) - min(values), 1e-3)
         low, high = row[0].get_ylim()

@@ -25,7 +25,8 @@ def _not_a_number() -> Iterator[None]:
     """One number of one gradient becomes NaN, once, after some steps: a bit that fell over."""
     import torch
 
-    clip: Callable[..., Any] = torch.nn.utils.clip_grad_norm_
+    module: Any = torch.nn.utils
+    clip: Callable[..., Any] = module.clip_grad_norm_
     calls = 0
 
     def broken(parameters: list[torch.nn.Parameter], *rest: Any, **named: Any) -> Any:
@@ -36,11 +37,11 @@ def _not_a_number() -> Iterator[None]:
             gradient.view(-1)[0] = math.nan
         return clip(parameters, *rest, **named)
 
-    torch.nn.utils.clip_grad_norm_ = broken
+    module.clip_grad_norm_ = broken
     try:
         yield
     finally:
-        torch.nn.utils.clip_grad_norm_ = clip
+        module.clip_grad_norm_ = clip
 
 
 KINDS: Mapping[str, Callable[[], AbstractContextManager[None]]] = {"": nullcontext, "nan": _not_a_number}

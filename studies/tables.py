@@ -10,7 +10,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from studies import intervals, plots
+from studies import intervals, performer, plots
 from studies.intervals import Interval
 from studies.plan import Outcome, Study
 
@@ -21,9 +21,7 @@ HOWS = {"sampled": "At T=1", "greedy": "Greedy"}
 
 def write(study: Study, outcomes: Sequence[Outcome], folder: Path, to: Path) -> Summary:
     """Make `to/STUDY.json`, `to/STUDY.md` and `to/STUDY.png`; `folder` is that of the outcomes."""
-    machine = folder / "machine.json"
-    facts = json.loads(machine.read_text(encoding="utf-8")) if machine.exists() else {}
-    summary = summarise(study, outcomes, facts)
+    summary = summarise(study, outcomes, performer.machine(folder))
     to.mkdir(parents=True, exist_ok=True)
     text = json.dumps(summary, indent=1, ensure_ascii=False, allow_nan=False)
     (to / f"{study.name}.json").write_text(text + "\n", encoding="utf-8")
@@ -45,9 +43,9 @@ def summarise(study: Study, outcomes: Sequence[Outcome], machine: Mapping[str, A
         "study": study.name,
         "title": study.title,
         "interval": (
-            f"95 %. Several runs: Student's t over {study.units}, i.e. the spread between learning runs on the "
-            "same held-out prompts; `prompts` in the JSON is the standard error that one run's number has over "
-            "its prompts, clustered by file. One run: over its prompts"
+            f"95 %. Several runs: Student's t over {study.units}, i.e. the spread between learning runs on "
+            "the same held-out prompts; `prompts` in the JSON is the standard error that one run's number "
+            "has over its prompts, clustered by file. One run: over its prompts"
         ),
         "machine": dict(machine),
         "columns": [asdict(column) for column in study.columns],
@@ -119,7 +117,11 @@ def _gains(study: Study, outcomes: Sequence[Outcome]) -> Summary:
     return _rows(
         study,
         [
-            {name: o.final[name] - o.start[name] for name in _wanted(study) if name in o.final and name in o.start}
+            {
+                name: o.final[name] - o.start[name]
+                for name in _wanted(study)
+                if name in o.final and name in o.start
+            }
             for o in outcomes
         ],
     )
@@ -132,7 +134,11 @@ def _finite(values: Iterable[float | None]) -> list[float]:
 def _curve(metric: str, outcomes: Sequence[Outcome], study: Study) -> list[Summary]:
     """Mean at the points of the run that has the most; a run that was stopped goes on as it ended."""
     lines = [
-        [(point["completions"], point[metric]) for point in outcome.curve if math.isfinite(point.get(metric, math.nan))]
+        [
+            (point["completions"], point[metric])
+            for point in outcome.curve
+            if math.isfinite(point.get(metric, math.nan))
+        ]
         for outcome in outcomes
     ]
     lines = [line for line in lines if line]
@@ -172,11 +178,16 @@ def _reach(study: Study, by_arm: Mapping[str, Sequence[Outcome]]) -> list[Summar
                 continue
             line = [(point["completions"], point["mean"]) for point in mine]
             at = intervals.reaches(line, theirs[-1]["mean"])
-            rows.append({
-                "arm": one, "against": other, "metric": metric, "level": theirs[-1]["mean"],
-                "its_completions": round(theirs[-1]["completions"]),
-                "completions": None if at is None else round(at),
-            })  # fmt: skip
+            rows.append(
+                {
+                    "arm": one,
+                    "against": other,
+                    "metric": metric,
+                    "level": theirs[-1]["mean"],
+                    "its_completions": round(theirs[-1]["completions"]),
+                    "completions": None if at is None else round(at),
+                }
+            )
     return rows
 
 
@@ -267,15 +278,21 @@ def _reach_table(summary: Summary) -> str:
         return ""
     rows = [
         [
-            row["arm"], plots.label(row["metric"]), row["against"], f"{row['level']:.4f}",
-            str(row["its_completions"]), "never" if row["completions"] is None else str(row["completions"]),
+            row["arm"],
+            plots.label(row["metric"]),
+            row["against"],
+            f"{row['level']:.4f}",
+            str(row["its_completions"]),
+            "never" if row["completions"] is None else str(row["completions"]),
         ]
         for row in summary["reach"]
-    ]  # fmt: skip
+    ]
     head = ["arm", "reaches in", "the final level of", "which is", "with its completions", "with its own"]
     return table(head, rows)
 
 
 def _stopped(summary: Summary) -> str:
-    rows = [[arm, "; ".join(facts["messages"])] for arm, facts in summary["arms"].items() if facts["messages"]]
+    rows = [
+        [arm, "; ".join(facts["messages"])] for arm, facts in summary["arms"].items() if facts["messages"]
+    ]
     return table(["arm", "what stopped it"], rows) if rows else ""

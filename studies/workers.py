@@ -58,9 +58,6 @@ class Tally:
 
 def _serve(connection: Connection, prepare: Prepare, folder: Path) -> None:
     """A worker's life: take a run, send its outcome, until None comes."""
-    import torch
-
-    torch.set_num_threads(1)
     work = prepare(folder)
     connection.send(None)  # ready
     while True:
@@ -73,11 +70,16 @@ def _serve(connection: Connection, prepare: Prepare, folder: Path) -> None:
         began = time.perf_counter()
         try:
             outcome = work(run)
-        except Exception:  # one run must not take the others with it; its outcome says what broke
+        except Exception:  # noqa: BLE001 - one run must not take the others with it; it says what broke
             outcome = Outcome(
-                run.study, run.arm, run.seed, "failed", traceback.format_exc(limit=-6),
-                time.perf_counter() - began, run.overrides,
-            )  # fmt: skip
+                run.study,
+                run.arm,
+                run.seed,
+                "failed",
+                traceback.format_exc(limit=-6),
+                time.perf_counter() - began,
+                run.overrides,
+            )
         connection.send(outcome)
 
 
@@ -92,7 +94,9 @@ class Crew:
 
     def _start(self, gpu: int | None) -> Worker:
         own, theirs = self._context.Pipe()
-        process = self._context.Process(target=_serve, args=(theirs, self._prepare, self._folder), daemon=True)
+        process = self._context.Process(
+            target=_serve, args=(theirs, self._prepare, self._folder), daemon=True
+        )
         wanted = dict.fromkeys(ONE_THREAD, "1") | {
             "TOKENIZERS_PARALLELISM": "false",
             "CUDA_VISIBLE_DEVICES": "" if gpu is None else str(gpu),
@@ -138,10 +142,14 @@ class Crew:
                     ) from None
                 outcomes.append(
                     Outcome(
-                        run.study, run.arm, run.seed, "failed",
+                        run.study,
+                        run.arm,
+                        run.seed,
+                        "failed",
                         f"its process ended with code {worker.process.exitcode}",
-                        time.monotonic() - worker.began, run.overrides,
-                    )  # fmt: skip
+                        time.monotonic() - worker.began,
+                        run.overrides,
+                    )
                 )
                 worker.connection.close()
                 self.workers[self.workers.index(worker)] = self._start(worker.gpu)
@@ -193,7 +201,7 @@ def work_off(
     tally = Tally()
     costs: list[tuple[float, float]] = []
     total = sum(run.cost for run in waiting)
-    crew = Crew(max(1, min(processes, len(waiting))), gpus, prepare, folder)
+    crew = Crew(min(processes, len(waiting)), gpus, prepare, folder)
     try:
         while True:
             used = time.monotonic() - began
@@ -218,8 +226,15 @@ def work_off(
                     costs.append((outcome.seconds, cost))
                 total -= cost
                 rate = sum(s for s, _ in costs) / sum(c for _, c in costs) if costs else FIRST_GUESS
-                say(_progress(outcome, len(tally.finished), len(runs), time.monotonic() - began,
-                              rate * max(0.0, total) / len(crew.workers)))  # fmt: skip
+                say(
+                    _progress(
+                        outcome,
+                        len(tally.finished),
+                        len(runs),
+                        time.monotonic() - began,
+                        rate * max(0.0, total) / len(crew.workers),
+                    )
+                )
     finally:
         cut = crew.close()
     tally.missing = [*cut, *waiting]

@@ -10,13 +10,19 @@ import random
 import re
 import subprocess
 import sys
+import time
+from collections import Counter
 from dataclasses import asdict, replace
 from pathlib import Path
+from typing import Any
 
 import pytest
-
-from studies import catalogue, intervals, performer, plan, plots, tables
+from studies import catalogue, intervals, performer, plan, plots, tables, workers
 from studies.plan import Column, Outcome, Run, Study
+from studies.workers import Work
+
+from onlinerl.datasets import fim
+from onlinerl.datasets.splits import library
 
 ROOT = Path(__file__).parents[1]
 SERVING = ("fastapi", "sqlalchemy", "alembic", "structlog", "uvicorn", "aiohttp", "uvloop", "httptools")
@@ -86,7 +92,7 @@ def test_the_queue_takes_ranks_then_studies_then_what_others_wait_for_then_the_l
     ]
     queue = plan.order(runs)
     assert [run.arm for run in queue] == ["shared", "own", "long", "short", "huge", "later"]
-    assert [run.arm for run in plan.ready(queue, {})][0] == "shared"
+    assert plan.ready(queue, {})[0].arm == "shared"
     assert "own" not in [run.arm for run in plan.ready(queue, {"one/shared/0": "guard"})]
     assert "own" in [run.arm for run in plan.ready(queue, {"one/shared/0": "finished"})]
 
@@ -103,20 +109,20 @@ def test_every_run_of_the_catalogue_has_settings_that_exist_and_agree(tmp_path: 
             assert run.key not in seen, run.key
             seen.add(run.key)
             assert set(run.extras) <= set(performer.EXTRAS)
+            if run.seed:
+                continue
             check(performer.settings_of(run, tmp_path, shared))
             check(performer.settings_of(run, tmp_path, {**shared, "after": []}))
     keys = {run.key for study in catalogue.studies() for run in study.runs if run.save}
     assert {run.start for study in catalogue.studies() for run in study.runs} - keys == {None}
 
 
-def test_halves_share_no_package() -> None:
-    from onlinerl.datasets import fim
-
-    prompts = fim.collect(limit=400, characters=200).prompts
-    one, other = performer.halves(prompts)
-    assert len(one) + len(other) == len(prompts)
-    assert min(len(one), len(other)) > 60
-    assert not {performer.package(p.path) for p in one} & {performer.package(p.path) for p in other}
+def test_the_halves_share_no_package_and_nothing_that_is_learned_from(tmp_path: Path) -> None:
+    performer.lay_out(tmp_path)
+    own, other = (fim.read(tmp_path / "prompts" / f"{name}.jsonl") for name in ("own", "other"))
+    assert min(len(own), len(other)) > 300
+    assert not {library(p) for p in own} & {library(p) for p in other}
+    assert all(fim.is_test(p.path) for p in [*own, *other])
 
 
 # -------------------------------------------------------------------------------------------- tables
@@ -173,7 +179,7 @@ def test_tables_and_plots_hold_what_the_outcomes_say(tmp_path: Path) -> None:
 
 def test_every_number_of_the_markdown_is_in_the_json(tmp_path: Path) -> None:
     summary = tables.summarise(MADE, made_up(), {})
-    held = set()
+    held: set[str] = set()
 
     def walk(value: object) -> None:
         if isinstance(value, dict):
@@ -199,6 +205,90 @@ def test_arms_without_curves_are_marks(tmp_path: Path) -> None:
     assert not (tmp_path / "none.png").exists()
 
 
+# ---------------------------------------------------------------------------------------- the workers
+
+
+def toys(folder: Path) -> Work:
+    """Work that learns nothing: the arm says what happens."""
+
+    def work(run: Run) -> Outcome:
+        if run.arm == "breaks":
+            raise ValueError("as it should")
+        if run.arm == "dies":
+            os._exit(7)
+        if run.arm == "slow":
+            time.sleep(60)
+        seen = f"{os.environ['CUDA_VISIBLE_DEVICES']}/{os.environ['OMP_NUM_THREADS']}"
+        return Outcome(run.study, run.arm, run.seed, "finished", seen, 0.01)
+
+    return work
+
+
+def cannot(folder: Path) -> Work:
+    raise ImportError("no such package")
+
+
+def off(runs: list[Run], folder: Path, **more: Any) -> workers.Tally:
+    settings: dict[str, Any] = {
+        "prepare": toys,
+        "processes": 2,
+        "gpus": 2,
+        "budget": 50.0,
+        "say": lambda text: None,
+    }
+    return workers.work_off(runs, folder=folder, **(settings | more))
+
+
+def test_a_run_that_breaks_or_dies_costs_itself_alone(tmp_path: Path) -> None:
+    kept: list[Outcome] = []
+    runs = [Run("s", arm, seed, cost=0.1) for arm in ("breaks", "dies", "fine") for seed in range(3)]
+    tally = off(runs, tmp_path, keep=kept.append)
+    assert tally.missing == []
+    assert kept == tally.finished
+    assert Counter(f"{outcome.arm} {outcome.state}" for outcome in kept) == {
+        "breaks failed": 3, "dies failed": 3, "fine finished": 3,
+    }  # fmt: skip
+    assert {o.message for o in kept if o.arm == "fine"} <= {"0/1", "1/1"}
+    assert all("as it should" in o.message for o in kept if o.arm == "breaks")
+    assert all("code 7" in o.message for o in kept if o.arm == "dies")
+
+
+def test_what_does_not_fit_the_budget_is_missing(tmp_path: Path) -> None:
+    runs = [Run("s", "slow", 0, cost=0.1), Run("s", "fine", 0, cost=0.1), Run("s", "fine", 1, cost=0.1),
+            Run("s", "long", 0, cost=9e6)]  # fmt: skip
+    began = time.monotonic()
+    tally = off(runs, tmp_path, budget=25.0)
+    assert time.monotonic() - began < 55
+    assert {run.key for run in tally.missing} == {"s/slow/0", "s/long/0"}
+    assert {outcome.key for outcome in tally.finished} == {"s/fine/0", "s/fine/1"}
+
+
+def test_a_run_waits_for_the_one_that_it_starts_from(tmp_path: Path) -> None:
+    runs = [
+        Run("s", "own", 0, cost=0.2, start="s/shared/0"),
+        Run("s", "shared", 0, cost=0.1, save=True),
+        Run("s", "orphan", 0, cost=0.1, start="s/breaks/0"),
+        Run("s", "breaks", 0, cost=0.1, save=True),
+    ]
+    tally = off(runs, tmp_path)
+    keys = [outcome.key for outcome in tally.finished]
+    assert keys.index("s/shared/0") < keys.index("s/own/0")
+    assert [run.key for run in tally.missing] == ["s/orphan/0"]
+
+
+def test_workers_that_cannot_start_end_the_command(tmp_path: Path) -> None:
+    with pytest.raises(RuntimeError, match="ended with code 1 and without a run"):
+        off([Run("s", "fine", 0)], tmp_path, prepare=cannot)
+
+
+def test_without_its_program_there_is_no_multi_process_service(monkeypatch: pytest.MonkeyPatch) -> None:
+    said: list[str] = []
+    monkeypatch.setenv("PATH", "/nowhere")
+    with workers.mps(True, said.append):
+        assert "CUDA_MPS_PIPE_DIRECTORY" not in os.environ
+    assert "take turns" in said[0]
+
+
 # ---------------------------------------------------------------------------------------- the command
 
 
@@ -208,7 +298,7 @@ def studies(words: list[str], folder: Path) -> subprocess.CompletedProcess[str]:
     block.mkdir(exist_ok=True)
     names = ", ".join(repr(name) for name in SERVING)
     (block / "sitecustomize.py").write_text(
-        f"import sys\nsys.modules.update(dict.fromkeys(({names}), None))\n"
+        f"import sys\nsys.modules.update(dict.fromkeys(({names},), None))\n"
     )
     paths = os.pathsep.join([str(block), str(ROOT / "src"), str(ROOT)])
     return subprocess.run(
@@ -219,52 +309,32 @@ def studies(words: list[str], folder: Path) -> subprocess.CompletedProcess[str]:
 
 def test_a_small_study_runs_without_what_serves(tmp_path: Path) -> None:
     out = tmp_path / "out"
-    words = ["guards", "--small", "--out", str(out), "--budget", "200"]
+    words = ["guards", "--arms", "one user", "--small", "--out", str(out), "--budget", "200"]
     done = studies(words, tmp_path)
     assert done.returncode == 0, done.stdout + done.stderr
-    outcomes = {outcome.arm: outcome for outcome in plan.read(out, ["guards"])}
-    assert len(outcomes) == 5
-    assert outcomes["all feedback from one user"].state == "guard"
-    assert "one user gave 100%" in outcomes["all feedback from one user"].message
-    assert all(outcome.extras["weights.finite"] == 1.0 for outcome in outcomes.values())
+    (outcome,) = plan.read(out, ["guards"])
+    assert outcome.state == "guard"
+    assert "one user gave 100%" in outcome.message
+    assert outcome.extras["weights.finite"] == 1.0
+    assert outcome.extras["weights.changed"] == 0.0
     again = studies(words, tmp_path)
     assert again.returncode == 2
     assert "--resume" in again.stderr
-    lines = (out / "guards.jsonl").read_text().splitlines(keepends=True)
-    (out / "guards.jsonl").write_text("".join(lines[:4]))
     more = studies([*words, "--resume"], tmp_path)
-    assert more.returncode == 0, more.stdout + more.stderr
-    assert "1 runs, cost" in more.stdout
-    assert "4 are there" in more.stdout
+    assert more.returncode == 0
+    assert "0 runs, cost 0.0; 1 are there" in more.stdout
     made = studies(["report", str(out), "--to", str(tmp_path / "to")], tmp_path)
     assert made.returncode == 0, made.stderr
     summary = json.loads((tmp_path / "to" / "guards.json").read_text())
-    assert summary["missing"] == []
-    assert summary["machine"]["command"].startswith("python -m studies guards --small")
+    assert len(summary["missing"]) == 4
+    assert summary["machine"]["command"].startswith("python -m studies guards --arms 'one user' --small")
+    assert "torch" in summary["machine"]["libraries"]
 
 
-def test_a_run_that_breaks_is_an_outcome_and_the_budget_ends_the_rest(tmp_path: Path) -> None:
-    out = tmp_path / "out"
-    done = studies(
-        [
-            "guards",
-            "--small",
-            "--out",
-            str(out),
-            "--budget",
-            "200",
-            "--set",
-            "policies.tab.engine.resident=1",
-        ],
-        tmp_path,
-    )
-    assert done.returncode == 1
-    outcomes = plan.read(out, ["guards"])
-    assert {outcome.state for outcome in outcomes} == {"failed"}
-    assert "resident" in outcomes[0].message
-    late = studies(["guards", "--small", "--out", str(tmp_path / "late"), "--budget", "1"], tmp_path)
-    assert late.returncode == 1
-    assert "missing 5" in late.stdout
+def test_unknown_studies_are_named(tmp_path: Path) -> None:
+    done = studies(["nonsense"], tmp_path)
+    assert done.returncode == 2
+    assert "no study nonsense: there are headline" in done.stderr
 
 
 def test_records_are_json() -> None:

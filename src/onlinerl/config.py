@@ -510,6 +510,8 @@ class Validation(Node):
     accept rate per opportunity. Give it to compare reports."""
     seed: int = 0
     """Seed of prompts, sampling and users; the order within a batch has `train.seed`."""
+    data_seed: int | None = None
+    """Seed of the prompts alone; default is `seed`. Give it so that other seeds answer the same prompts."""
     save: Path | None = None
     """Folder for the final weights, usable as a policy's `model`; must not exist yet."""
 
