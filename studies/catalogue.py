@@ -119,7 +119,7 @@ def headline() -> Study:
                 (*overrides, lr(rate)),
                 3 if optional else 5,
                 rank=int(optional),
-                extras=("forgetting", "execution"),
+                extras=("execution",),
             )
             runs += found
     others = [arm for arm in RECIPES if arm[1] in "abd"]
@@ -130,8 +130,8 @@ def headline() -> Study:
         (
             *columns("sampled", *WHOLE, "reward@0", "reward@0.1", "reward@0.25"),
             *columns("greedy", *WHOLE),
-            Column("forgetting.left_to_right", "left-to-right loss, nats", ".4f", "extras"),
-            Column("forgetting.middle", "loss on the authors' middles", ".4f", "extras"),
+            Column("loss.left_to_right", "left-to-right loss, nats", ".4f"),
+            Column("loss.middle", "loss on the authors' middles", ".4f"),
         ),
         compare=tuple(
             (f"(c) onlinerl · lr {rate}", f"{arm} · lr {rate}") for rate in RATES for arm in others
@@ -210,7 +210,7 @@ def noise() -> Study:
 # --------------------------------------------------------------------------------------- generalise
 
 HALF = (
-    "validation.data={out}/prompts/half.jsonl",
+    "validation.half=true",
     "validation.test={out}/prompts/other.jsonl",
     "validation.tastes=[similar, short]",
     "validation.report_tastes=[lenient, long]",
@@ -218,7 +218,8 @@ HALF = (
 """Learns from one half of the packages with users of two tastes; the report is of the other packages and of
 users of two other tastes."""
 SAME = (
-    "validation.data={out}/prompts/half.jsonl",
+    "validation.half=true",
+    "validation.test={out}/prompts/own.jsonl",
     "validation.tastes=[similar, short]",
     "validation.completions=1",
 )
@@ -232,9 +233,7 @@ def generalise() -> Study:
         for coefficient in ("0", "0.02", "0.1"):
             arm = f"KL {coefficient} · lr {rate}"
             overrides = (*HALF, lr(rate), f"{TRAIN}kl_coefficient={coefficient}")
-            runs += [
-                replace(run, save=True) for run in seeds("generalise", arm, overrides, extras=("forgetting",))
-            ]
+            runs += [replace(run, save=True) for run in seeds("generalise", arm, overrides)]
             if coefficient == "0.02":
                 runs += [
                     Run(
@@ -255,7 +254,6 @@ def generalise() -> Study:
             0,
             (*HALF, "validation.completions=1"),
             0.2,
-            extras=("forgetting",),
         )
     )
     runs.append(Run("generalise", f"{base} · own half", 0, SAME, 0.15))
@@ -266,8 +264,8 @@ def generalise() -> Study:
         (
             *columns("sampled", *SHORT),
             *columns("greedy", "reward", "judge/report", "exact", "similarity"),
-            Column("forgetting.left_to_right", "left-to-right loss, nats", ".4f", "extras"),
-            Column("forgetting.middle", "loss on the authors' middles", ".4f", "extras"),
+            Column("loss.left_to_right", "left-to-right loss, nats", ".4f"),
+            Column("loss.middle", "loss on the authors' middles", ".4f"),
         ),
     )
 
@@ -285,14 +283,13 @@ def supervised() -> Study:
         for epochs in (1, 4):
             words = (*tuned, f"validation.warmstart.lr={rate}", f"validation.warmstart.epochs={epochs}")
             arm = f"supervised on the accepted, {epochs} epoch{'s' * (epochs > 1)} · lr {rate}"
-            runs += seeds("supervised", arm, words, cost=0.7, extras=("forgetting",))
+            runs += seeds("supervised", arm, words, cost=0.7)
         runs += seeds(
             "supervised",
             f"offline RL, all of the base's · lr {rate}",
             (*offline, lr(rate)),
-            extras=("forgetting",),
         )
-        runs += seeds("supervised", f"online RL · lr {rate}", (lr(rate),), extras=("forgetting",))
+        runs += seeds("supervised", f"online RL · lr {rate}", (lr(rate),))
     rl = "online RL"
     others = list(dict.fromkeys(run.arm.partition(" · ")[0] for run in runs if not run.arm.startswith(rl)))
     return Study(
@@ -302,7 +299,7 @@ def supervised() -> Study:
         (
             *columns("sampled", *SHORT),
             *columns("greedy", "reward", "judge/report", "exact"),
-            Column("forgetting.left_to_right", "left-to-right loss, nats", ".4f", "extras"),
+            Column("loss.left_to_right", "left-to-right loss, nats", ".4f"),
         ),
         compare=tuple((f"{rl} · lr {rate}", f"{other} · lr {rate}") for rate in RATES for other in others),
         compared=("sampled.reward", "greedy.reward"),
@@ -517,7 +514,7 @@ def guards() -> Study:
 
 def models() -> Study:
     """What the base model completes at the execution sites, to be run where tests can be."""
-    run = Run("models", "base", 0, ("validation.completions=1",), 0.2, extras=("forgetting", "execution"))
+    run = Run("models", "base", 0, ("validation.completions=1",), 0.2, extras=("execution",))
     return Study("models", "The base model's completions for execution", (run,), columns("greedy", *WHOLE))
 
 

@@ -1,6 +1,8 @@
 """One run: settings from overrides, an `onlinerl.validate` course, and what of its report is kept.
 
-Also lays out once what the runs share: prompts as JSONL files, and the tiny model of a rehearsal.
+Also lays out once what the runs share: held-out prompts of one half of the packages and of the other, and
+the tiny model of a rehearsal. All other prompts are those of `onlinerl validate`: of the standard library's
+packages that the built-in model never saw, held out by file, and the same for every seed.
 """
 
 from __future__ import annotations
@@ -17,8 +19,7 @@ from typing import Any
 
 from onlinerl.config import Settings, load_settings
 from onlinerl.datasets import fim
-from onlinerl.datasets.fim import FimPrompt
-from onlinerl.text import templates
+from onlinerl.datasets.splits import in_first_half, library
 from studies import sabotage
 from studies.plan import Outcome, Run
 from studies.workers import Work
@@ -33,13 +34,14 @@ per opportunity at T=1 (4.9 % of 240 held-out prompts, on two CPU cores)."""
 OTHER_TAUS = (0.0, 0.1, 0.25)
 """τ of the further columns, since another τ is another question."""
 COMMON = (
-    "validation.data={out}/prompts/all.jsonl",
+    "validation.data_seed=0",
     f"validation.train_prompts={TRAIN}",
     f"validation.test_prompts={TEST}",
     f"validation.characters={CHARACTERS}",
     "validation.completions=6144",
     "validation.evaluate_every=16",
     "validation.evaluate_prompts=400",
+    "validation.forgetting_prompts=200",
     f"validation.tau_report={TAU}",
     "policies.tab.train.batch=64",
     "policies.tab.train.microbatch=16384",
@@ -65,36 +67,14 @@ def lay_out(out: Path, *, small: bool = False, every: Sequence[str] = ()) -> Non
     prompts = out / "prompts"
     prompts.mkdir(parents=True, exist_ok=True)
     if not (prompts / "other.jsonl").exists():
-        train, test = (60, 40) if small else (TRAIN, TEST)
-        # Twice as many, since half of the packages has half of them. The order is round robin over files, so
-        # that the first ones are what a smaller limit would have given.
-        wide = fim.collect(split="train", limit=2 * train, characters=CHARACTERS).prompts
-        held = fim.collect(split="test", limit=2 * test, characters=CHARACTERS).prompts
-        fim.write(prompts / "all.jsonl", [*wide[:train], *held[:test]])
-        fim.write(prompts / "half.jsonl", [*halves(wide)[0], *halves(held)[0]])
-        fim.write(prompts / "other.jsonl", halves(held)[1][:test])
+        # Twice as many, since half of the packages has half of them.
+        held = fim.collect(split="test", limit=2 * TEST, characters=CHARACTERS).prompts
+        for name, own in (("own", True), ("other", False)):
+            fim.write(prompts / f"{name}.jsonl", [p for p in held if in_first_half(library(p)) is own][:TEST])
     if small and not (out / "tiny").exists():
         tiny_model(out / "tiny")
     shared = {"before": [*COMMON, *every], "after": list(SMALL) if small else []}
     (out / "settings.json").write_text(json.dumps(shared, indent=1) + "\n", encoding="utf-8")
-
-
-def package(path: str) -> str:
-    """The package that a file of the standard library belongs to, its tests included.
-
-    >>> package("json/decoder.py"), package("test/test_json/test_dump.py"), package("csv.py")
-    ('json', 'json', 'csv')
-    """
-    parts = path.removesuffix(".py").split("/")
-    return parts[1].removeprefix("test_") if parts[0] == "test" else parts[0]
-
-
-def halves(prompts: Sequence[FimPrompt]) -> tuple[list[FimPrompt], list[FimPrompt]]:
-    """Prompts of one half of the packages and of the other, in turn by the packages' names."""
-    names = sorted(fim.HELD_OUT)
-    first = set(names[::2])
-    one = [prompt for prompt in prompts if package(prompt.path) in first]
-    return one, [prompt for prompt in prompts if package(prompt.path) not in first]
 
 
 def prepare(out: Path) -> Work:
@@ -165,12 +145,11 @@ def perform(run: Run, out: Path, shared: Mapping[str, Sequence[str]]) -> Outcome
         message=tree["stopped_by"] or "",
         seconds=round(time.perf_counter() - began, 2),
         overrides=run.overrides,
-        start=means(tree["stages"][0]["metrics"]),
-        final=means(last["metrics"]),
-        errors=errors(last["metrics"]),
+        start=means(tree["stages"][0]),
+        final=means(last),
+        errors=errors(last),
         curve=tuple(
-            {"completions": point["completions"], **_only(means(point["metrics"]), CURVED)}
-            for point in tree["curve"]
+            {"completions": point["completions"], **_only(means(point), CURVED)} for point in tree["curve"]
         ),
         extras={
             "tau": tree["tau"],
@@ -189,27 +168,28 @@ CURVED = frozenset(("reward", "accept", "accept_shown", "shown", "judge/report",
 """Metrics that a curve keeps."""
 
 
-def means(metrics: Mapping[str, Mapping[str, Mapping[str, float | None]]]) -> dict[str, float]:
-    """`greedy.NAME` and `sampled.NAME` of a report's stage or point; with the reward under OTHER_TAUS, which
-    is accepts − τ · shown, both per opportunity."""
-    found: dict[str, float] = {}
-    for how, numbers in metrics.items():
-        for name, one in numbers.items():
-            if one["mean"] is not None:
-                found[f"{how}.{name}"] = _short(one["mean"])
+def means(place: Mapping[str, Any]) -> dict[str, float]:
+    """`greedy.NAME`, `sampled.NAME` and `loss.NAME` of a report's stage or point; with the reward under
+    OTHER_TAUS, which is accepts − τ · shown, both per opportunity."""
+    found = _each(place, "mean")
+    for how in place["metrics"]:
         for tau in OTHER_TAUS:
-            accept, shown = found[f"{how}.accept"], found[f"{how}.shown"]
-            found[f"{how}.reward@{tau:g}"] = _short(accept - tau * shown)
+            found[f"{how}.reward@{tau:g}"] = _short(found[f"{how}.accept"] - tau * found[f"{how}.shown"])
     return found
 
 
-def errors(metrics: Mapping[str, Mapping[str, Mapping[str, float | None]]]) -> dict[str, float]:
-    """Standard errors over prompts, clustered by file, by the same names as `means`."""
+def errors(place: Mapping[str, Any]) -> dict[str, float]:
+    """Standard errors over prompts, clustered by file, by the same names."""
+    return _each(place, "error")
+
+
+def _each(place: Mapping[str, Any], what: str) -> dict[str, float]:
+    groups = {**place["metrics"], "loss": place.get("losses", {})}
     return {
-        f"{how}.{name}": _short(one["error"])
-        for how, numbers in metrics.items()
+        f"{how}.{name}": _short(value)
+        for how, numbers in groups.items()
         for name, one in numbers.items()
-        if one["error"] is not None
+        if (value := one.get(what, one.get(f"standard_{what}"))) is not None
     }
 
 
@@ -266,40 +246,6 @@ def weights(saved: Path, settings: Settings, run: Run, out: Path) -> dict[str, f
     }
 
 
-PLAIN = 300
-"""Held-out prompts whose surroundings are read from left to right."""
-
-
-def forgetting(saved: Path, settings: Settings, run: Run, out: Path) -> dict[str, float]:
-    """Left-to-right loss on held-out files and loss on what their authors wrote in the middle, in nats per
-    token, with their standard errors."""
-    from onlinerl.text.codec import Codec
-    from onlinerl.validate import forgetting as module
-
-    place = settings.validation.test or settings.validation.data
-    assert place is not None
-    most = min(PLAIN, settings.validation.test_prompts)
-    prompts = [one for one in fim.read(place) if settings.validation.test or fim.is_test(one.path)][:most]
-    codec = Codec.open(saved)
-    template = templates.find(codec.added.get)
-    assert template is not None
-    texts, groups = module.plain(prompts)
-    plain = module.left_to_right_loss(saved, codec.encode, texts, groups=groups)
-    middle = module.middle_loss(
-        saved,
-        codec.encode,
-        prompts,
-        lambda one: codec.encode(template.render(one.prefix, one.suffix)),
-        stop=codec.eos_ids[0],
-    )
-    return {
-        "left_to_right": _short(plain.mean),
-        "left_to_right_error": _short(plain.standard_error),
-        "middle": _short(middle.mean),
-        "middle_error": _short(middle.standard_error),
-    }
-
-
 SITE_TEMPERATURES = (0.0, 0.2)
 SITE_TOKENS = 96
 """Longest completion of a site: four lines."""
@@ -335,7 +281,6 @@ def execution(saved: Path, settings: Settings, run: Run, out: Path) -> dict[str,
 
 EXTRAS: Mapping[str, Callable[[Path, Settings, Run, Path], Mapping[str, float]]] = {
     "weights": weights,
-    "forgetting": forgetting,
     "execution": execution,
 }
 """What may be measured on the saved weights of a run."""

@@ -319,14 +319,11 @@ def test_nothing_passes_nowhere_and_the_authors_pass_everywhere() -> None:
     if python_version() != found.python:
         pytest.skip("the list is for another Python")
     texts, kept, _ = usable(found)
-    nothing = {
-        # The author's text in other characters, so that it is run at all.
-        site.id: [nonsense(texts[site.path], site.start, site.end)[0], prompt.middle + " "]
-        for site, prompt in zip(kept, prompts(found).values(), strict=True)
-    }
+    nothing = {site.id: nonsense(texts[site.path], site.start, site.end)[-1:] for site in kept}
     result = evaluate(found, nothing)
+    # Sites whose tests fail here with the author's text are skipped.
     assert sum(result.skipped.values()) <= len(found.sites) * 0.05
-    assert set(result.passed.values()) == {0.5}
+    assert set(result.passed.values()) == {0.0}
 
 
 @pytest.mark.parametrize(

@@ -441,15 +441,14 @@ class Validation(Node):
     standard library's packages that the built-in model never saw."""
     fields: dict[str, str] = {}
     """Columns of a JSONL file by what they hold, where they are called otherwise: `prefix`, `suffix`,
-    `middle`, `path`, `language`, or `prompt` for prefix and suffix between FIM markers; `a.b` is b within
-    a."""
+    `middle`, `path`, `language`, or `prompt` for prefix and suffix between FIM markers; `a.b` is b in a."""
     languages: tuple[str, ...] = ()
     """Languages of a JSONL file to use, in lower case; none: all."""
     language: str = ""
     """Language of a JSONL file's rows that do not say, neither in a column nor by their path's ending."""
     half: bool = False
-    """Learn from one half of the libraries (packages at the top of the paths) and hold out files of the other:
-    the report tells how far learning carries."""
+    """Learn from one half of the libraries (packages at the top of the paths) and hold out files of the
+    other: the report tells how far learning carries."""
     test: Path | None = None
     """A JSONL file that the held-out prompts are taken from instead, whatever side of the split its files are
     on; those of files that are learned from are left out."""
@@ -515,6 +514,8 @@ class Validation(Node):
     accept rate per opportunity. Give it to compare reports."""
     seed: int = 0
     """Seed of prompts, sampling and users; the order within a batch has `train.seed`."""
+    data_seed: int | None = None
+    """Seed of the prompts alone; default is `seed`. Give it so that other seeds answer the same prompts."""
     save: Path | None = None
     """Folder for the final weights, usable as a policy's `model`; must not exist yet."""
 

@@ -164,10 +164,10 @@ def advantages(
     `raw`: the reward itself, the seed's setting (its Monte-Carlo return of one step).
 
     `baseline`: A = r − (mean of its buckets − margin(staleness)), then A / max(std, 0.1) if `normalise`,
-    clipped to ±`limit`; std is that of the batch (population), and the batch's own mean is never taken off.
-    Where the policy was silent at times (`silent_expected`) but neither the batch nor the baseline's memory holds a
-    silent row, nothing is taken off at all: a mean over shown answers alone would make the average shown
-    answer worth 0, as much as silence, whatever τ says.
+    clipped to ±`limit`; std is that of the batch (population), and the batch's own mean is never taken
+    off. Where the policy was silent at times (`silent_expected`) but neither the batch nor the baseline's
+    memory holds a silent row, nothing is taken off at all: a mean over shown answers alone would make the
+    average shown answer worth 0, as much as silence, whatever τ says.
 
     `group`: A = (r − mean) / (std + 1e-6) over the samples of the batch that share their request's id and
     their prompt (a request may bring several); std is that of a sample (n − 1). A group of one, or of equal

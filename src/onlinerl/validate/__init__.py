@@ -1,1 +1,1 @@
-"""Offline learning: a judge or simulated users instead of people (torch); nothing that serves or stores."""
+"""Offline learning: judges or simulated users instead of people, and what it is measured by (torch)."""

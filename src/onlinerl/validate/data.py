@@ -35,7 +35,7 @@ def load(settings: config.Validation) -> Data:
         characters=settings.characters,
         train=settings.train_prompts,
         test=settings.test_prompts,
-        seed=settings.seed,
+        seed=settings.seed if settings.data_seed is None else settings.data_seed,
         half=settings.half,
     )
     test = found.test
