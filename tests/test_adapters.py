@@ -16,7 +16,7 @@ from torch import Tensor
 from onlinerl.config import Lora, Settings, load_settings
 from onlinerl.engines.embedded import EmbeddedEngine
 from onlinerl.errors import EngineError, ModelError, RunError, WeightsError
-from onlinerl.learning import adapters
+from onlinerl.learning import adapters, layers
 from onlinerl.learning import run as running
 from onlinerl.learning.batches import PolicyModel, Sibling, pack
 from onlinerl.learning.learner import Learner
@@ -29,6 +29,7 @@ from onlinerl.weights import directory
 from tests.replicas import plain, reference, replica, tokens_of
 from tests.synthetic import fill, load, tiny_model
 from tests.test_batches import CPU, build, draw
+from tests.test_speed import assert_same, counting, gradients
 from tests.test_trainer import events, list_versions, release_lease, share_even, trained
 
 # peft's own wrapper, which only these tests use, asks transformers in an old way.
@@ -121,6 +122,31 @@ def test_siblings_are_other_versions_on_the_same_weights(folder: Path) -> None:
     assert not scores(Sibling(policy, None)).requires_grad
     torch.autograd.backward(scores(policy).sum())
     assert all(p.grad is not None for p in policy.parameters().values()), "it is trained as before"
+
+
+@pytest.mark.slow  # the tracer takes half a minute for peft's layers
+@pytest.mark.filterwarnings("ignore:The .grad attribute")  # torch's tracer looks at it
+def test_compiled_and_recomputed_layers_see_whichever_adapter_is_held(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = build("qwen2", tmp_path)
+    programs: list[Any] = []
+    monkeypatch.setattr(layers, "BACKEND", counting(programs))
+    fast = PolicyModel.load(folder, CPU, FP32, LORA, compile=True)
+    assert fast.layers.compiled, fast.fallbacks
+    fast.recompute(True)
+    plain = PolicyModel.load(folder, CPU, FP32, LORA)
+    other = disturb(plain, seed=1)
+    counts: list[int] = []
+    for seed in (2, 3):  # the second time with the programs of the first
+        for policy in (fast, plain):
+            disturb(policy, seed)
+        assert_same(gradients(fast), gradients(plain))
+        for held in (other, None):
+            expected = scores(Sibling(plain, held))
+            assert torch.allclose(scores(Sibling(fast, held)), expected, atol=1e-5)
+        counts.append(len(programs))
+    assert counts[0] == counts[1]
 
 
 def test_frozen_matrices_are_kept_small_where_nothing_is_lost(tmp_path: Path) -> None:
