@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from studies.plan import Column, Run, Study
 
-RATES = ("3e-5", "1e-4")
+RATES = ("1e-5", "3e-5")
 """Learning rates that every arm of the headline is shown at."""
 _WORDS = {
     "judge/report": ("judge 0–10", ".2f"),
@@ -277,7 +277,7 @@ def supervised() -> Study:
         "validation.warmstart.source=accepted",
         "validation.warmstart.completions=6144",
     )
-    offline = ("validation.publish_every=0", f"{TRAIN}version_every=4", f"{TRAIN}staleness=100")
+    offline = ("validation.publish_every=0", f"{TRAIN}version_every=2", f"{TRAIN}staleness=100")
     runs: list[Run] = []
     for rate in RATES:
         for epochs in (1, 4):
@@ -328,7 +328,7 @@ ADAPTER_RATES = ("3e-4", "1e-3")
 def personal() -> Study:
     """One adapter a user on the shared policy."""
     shared = Run(
-        "personal", "shared policy", 0, (*CROWD, lr("1e-4"), "validation.test_prompts=400"), 1.0, save=True
+        "personal", "shared policy", 0, (*CROWD, lr("3e-5"), "validation.test_prompts=400"), 1.0, save=True
     )
     runs = [shared]
     names = [f"{cohort}-{number}" for number in range(1, 6) for cohort in COHORTS]
@@ -365,7 +365,7 @@ def cohorts() -> Study:
     """One adapter a cohort on the shared policy."""
     runs: list[Run] = []
     for seed in range(3):
-        shared = Run("cohorts", "shared policy", seed, (*CROWD, lr("1e-4")), save=True)
+        shared = Run("cohorts", "shared policy", seed, (*CROWD, lr("3e-5")), save=True)
         runs.append(shared)
         for cohort in COHORTS:
             own = (f"validation.tastes=[{cohort}]", "validation.users=5", "validation.spread=0.15")
@@ -396,8 +396,8 @@ def cohorts() -> Study:
 
 # ---------------------------------------------------------------------------------------- ablations
 
-STALE = (f"{TRAIN}version_every=4", f"{TRAIN}staleness=4", "validation.publish_every=20")
-"""The engine gets every 20th batch's weights: samples up to 19 steps and 4 versions old."""
+STALE = (f"{TRAIN}version_every=1", f"{TRAIN}staleness=4", "validation.publish_every=5")
+"""The engine gets every 5th batch's weights: samples up to 4 steps, each of them a version, old."""
 INT8 = ("validation.quantise=int8",)
 UNWEIGHTED = f"{TRAIN}importance_cap=null"
 UNBOUND = f"{TRAIN}dual_clip=null"
@@ -419,18 +419,21 @@ def ablations() -> Study:
             "policies.tab.exploration.users=all",
             "policies.tab.exploration.share=0.1",
         ),
-        "a version every 4 steps": (f"{TRAIN}version_every=4",),
+        "advantages to ±3": (f"{TRAIN}advantage_limit=3",),
+        "no warm-up": (f"{TRAIN}warmup=0",),
+        "batches of 64": (f"{TRAIN}batch=64",),
+        "a version every step": (f"{TRAIN}version_every=1",),
         "stale": STALE,
         "stale, no importance weights": (*STALE, UNWEIGHTED),
         "stale, no dual clip": (*STALE, UNBOUND),
         "stale, neither": (*STALE, UNWEIGHTED, UNBOUND),
-        "staler": (f"{TRAIN}version_every=8", f"{TRAIN}staleness=5", "validation.publish_every=48"),
+        "staler": (f"{TRAIN}version_every=1", f"{TRAIN}staleness=11", "validation.publish_every=12"),
         "int8 engine": INT8,
         "int8 engine, no importance weights": (*INT8, UNWEIGHTED),
     }
     against = {
         "all at T=0.3, 10 % at T=1": "all at T=0.3",
-        "stale": "a version every 4 steps",
+        "stale": "a version every step",
         **{arm: "stale" for arm in arms if arm.startswith("stale,")},
         "int8 engine, no importance weights": "int8 engine",
     }

@@ -39,12 +39,12 @@ COMMON = (
     f"validation.test_prompts={TEST}",
     f"validation.characters={CHARACTERS}",
     "validation.completions=6144",
-    "validation.evaluate_every=16",
-    "validation.evaluate_prompts=400",
+    "validation.evaluate_every=4",
+    "validation.evaluate_prompts=256",
     "validation.forgetting_prompts=200",
     f"validation.tau_report={TAU}",
-    "policies.tab.train.batch=64",
-    "policies.tab.train.microbatch=16384",
+    "policies.tab.train.batch=256",
+    "policies.tab.train.microbatch=8192",
     "policies.tab.sampling.max_tokens=48",
 )
 """Settings of every run, before its own."""

@@ -337,7 +337,7 @@ class Learner:
 
     def _warmth(self) -> float:
         """Share of the learning rate in the next step. Adam divides by the spread of gradients that it has
-        hardly seen at first, so its first steps are the largest it ever makes: about the learning rate in every
+        hardly seen at first, so its first steps are its largest: about the learning rate in every
         weight, whatever the evidence. The count of steps lies in the optimiser's state, so a run that resumes
         or inherits one does not begin anew."""
         first = next(iter(self.optimizer.state.values()), {"step": 0.0})
