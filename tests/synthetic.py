@@ -49,11 +49,11 @@ def load(folder: Path) -> Any:
 
 @torch.no_grad()
 def sample(
-    model: Any, count: int, seed: int, *, temperature: float = 1.0, longest: int = 6
+    model: Any, count: int, seed: int, *, temperature: float = 1.0, longest: int = 6, group: int = 1
 ) -> list[tuple[tuple[int, ...], tuple[int, ...], tuple[float, ...]]]:
-    """(prompt, answer with EOS, log-probabilities), sampled from the model."""
+    """(prompt, answer with EOS, log-probabilities), sampled from the model, `group` to a prompt."""
     generator = torch.Generator().manual_seed(seed)
-    prompts = torch.randint(4, WORDS, (count, 6), generator=generator)
+    prompts = torch.randint(4, WORDS, (count // group, 6), generator=generator).repeat_interleave(group, 0)
     ids, logprobs = prompts, torch.zeros(count, 0)
     for _ in range(longest):
         logp = torch.log_softmax(model(input_ids=ids).logits[:, -1].float() / temperature, -1)

@@ -370,6 +370,11 @@ def test_a_burst_is_dropped_with_its_silent_answers_and_nothing_else(database: D
     assert dropped(database) == {"burst": 75}
 
 
+def test_many_may_stand_behind_requests_that_name_no_user(database: Database) -> None:
+    keep(database, [rated(f"f{n}", n, at=5000.0, verdict_at=5000.01, user="") for n in range(70)])
+    assert len(receive(database, policy(trust=STRANGERS))) == 70
+
+
 def test_an_owner_may_script_their_verdicts(database: Database) -> None:
     keep(database, [rated(f"f{n}", n, at=5000.0, verdict_at=5000.01) for n in range(70)])
     assert len(receive(database, policy())) == 70

@@ -92,7 +92,7 @@ def test_how_runs_end(completion: str, ending: Ending, reason: str) -> None:
 
 @runs_code
 def test_who_only_waits_is_stopped_by_the_clock() -> None:
-    outcome = run("import time; time.sleep(60)", Limits(cpu=1, wall=3))
+    outcome = run("import time; time.sleep(60)", Limits(cpu=1, wall=2))
     assert outcome.ending is Ending.TIMEOUT
     assert "clock" in outcome.reason
 
@@ -104,7 +104,7 @@ def test_a_fork_bomb_stays_small_and_leaves_nothing(tmp_path: Path, monkeypatch:
     body = "import os\n    while True:\n        try: os.fork()\n        except OSError: pass"
     counted = "import os\n    made = 0\n    for _ in range(200): made += os.fork() > 0"
     assert "BlockingIOError" in run(counted).reason
-    assert run(body, Limits(cpu=1, wall=4)).ending is Ending.TIMEOUT
+    assert run(body, Limits(cpu=1, wall=3)).ending is Ending.TIMEOUT
     alive = []
     for process in Path("/proc").glob("[0-9]*"):
         try:
@@ -194,10 +194,10 @@ def test_traces_name_the_lines_that_ran() -> None:
 @runs_code
 def test_found_sites_pass_with_the_author_and_fail_with_nothing() -> None:
     subjects: dict[tuple[str, ...], tuple[str, ...]] = {("textwrap.py",): ("test.test_textwrap",)}
-    found = find_sites(3, subjects=subjects, limits=QUICK)
-    assert found == find_sites(3, subjects=subjects, limits=QUICK, seed=0, jobs=1)
+    found = find_sites(2, subjects=subjects, limits=QUICK)
+    assert found == find_sites(2, subjects=subjects, limits=QUICK, seed=0, jobs=1)
     assert found.python == python_version()
-    assert len(found.sites) == 3
+    assert len(found.sites) == 2
     spans = sorted((site.start, site.end) for site in found.sites)
     assert all(one[1] <= other[0] for one, other in itertools.pairwise(spans))
     author = {site.id: [TEXT[site.start : site.end]] for site in found.sites}
@@ -206,7 +206,7 @@ def test_found_sites_pass_with_the_author_and_fail_with_nothing() -> None:
     for completions in (author, worded):
         result = evaluate(found, completions)
         assert result.pass_at_1.mean == 1
-        assert result.exact == 3
+        assert result.exact == 2
     nothing = {site.id: nonsense(TEXT, site.start, site.end) for site in found.sites}
     assert all(nothing.values())
     result = evaluate(found, nothing)
@@ -319,14 +319,11 @@ def test_nothing_passes_nowhere_and_the_authors_pass_everywhere() -> None:
     if python_version() != found.python:
         pytest.skip("the list is for another Python")
     texts, kept, _ = usable(found)
-    nothing = {
-        # The author's text in other characters, so that it is run at all.
-        site.id: [nonsense(texts[site.path], site.start, site.end)[0], prompt.middle + " "]
-        for site, prompt in zip(kept, prompts(found).values(), strict=True)
-    }
+    nothing = {site.id: nonsense(texts[site.path], site.start, site.end)[-1:] for site in kept}
     result = evaluate(found, nothing)
+    # Sites whose tests fail here with the author's text are skipped.
     assert sum(result.skipped.values()) <= len(found.sites) * 0.05
-    assert set(result.passed.values()) == {0.5}
+    assert set(result.passed.values()) == {0.0}
 
 
 @pytest.mark.parametrize(

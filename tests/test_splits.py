@@ -203,12 +203,20 @@ def test_broken_files_are_clear_errors(tmp_path: Path) -> None:
 # ------------------------------------------------------------------------------------------- sides
 
 
-def test_no_path_is_on_both_sides(tmp_path: Path) -> None:
+def test_a_path_is_on_the_side_that_it_is_on_everywhere(tmp_path: Path) -> None:
     rows = [row(number, path=f"{number % 40}.py") for number in range(400)]
-    found = load(write(tmp_path / "rows.jsonl", rows), train=300, test=100)
+    found = load(write(tmp_path / "rows.jsonl", rows))
     assert len(found.train) + len(found.test) == 400
-    assert len(found.test) == 100
-    assert not {one.path for one in found.train} & {one.path for one in found.test}
+    assert all(fim.is_test(one.path) for one in found.test)
+    assert not any(fim.is_test(one.path) for one in found.train)
+
+
+def test_what_dataset_writes_keeps_its_order(tmp_path: Path) -> None:
+    taken = fim.collect(limit=300, characters=320)
+    fim.write(tmp_path / "rows.jsonl", taken.prompts)
+    found = load(tmp_path / "rows.jsonl", characters=320)
+    assert list(found.train) == [one for one in taken.prompts if not fim.is_test(one.path)]
+    assert list(found.test) == [one for one in taken.prompts if fim.is_test(one.path)]
 
 
 @pytest.mark.parametrize("around", [None, 12])
@@ -226,40 +234,33 @@ def test_without_paths_pieces_of_one_file_stay_together(tmp_path: Path, around: 
     assert not names[0] & names[1]
 
 
-def test_a_copy_under_another_path_stays_with_the_original(tmp_path: Path) -> None:
-    rows = [
-        {**hole(source_file(f"n{number}"), line, 15), "path": f"{where}/n{number}.py"}
-        for number in range(20)
-        for where, line in (("original", 20), ("copy", 25))
-    ]
-    found = load(write(tmp_path / "rows.jsonl", rows), train=30, test=10)
-    names = [{one.path.split("/")[1] for one in side} for side in (found.train, found.test)]
-    assert not names[0] & names[1]
-
-
 def test_a_licence_or_a_few_common_lines_join_nothing() -> None:
     licence = "".join(f"# line {number} of a licence that everybody uses\n" for number in range(20))
     common = "import os\nimport sys\nimport json\nimport typing\nimport pathlib\n"
     texts = [licence + common + source_file(f"n{number}") for number in range(10)]
-    assert copies.groups(texts, [""] * 10) == [*range(10)]
-    assert copies.groups(texts, ["a.py"] * 5 + ["b.py"] * 5) == [0] * 5 + [5] * 5
+    assert copies.groups(texts) == [*range(10)]
 
 
 def test_one_large_file_does_not_swallow_the_test_side(tmp_path: Path) -> None:
-    rows = [row(number, path="big.py") for number in range(90)] + [row(100, path="small.py")]
-    found = load(write(tmp_path / "rows.jsonl", rows), train=3, test=1)
-    assert {one.path for one in found.train} == {"big.py"}
-    assert {one.path for one in found.test} == {"small.py"}
-    rows = [row(number, path=f"{number % 2}.py") for number in range(90)]
-    found = load(write(tmp_path / "rows.jsonl", rows), train=3, test=1)  # each is larger than a quarter
-    assert len(found.test) == 1
+    big, small, other = (source_file(name, 120) for name in ("big", "small", "other"))
+    rows = [hole(big, line) for line in range(10, 110)]
+    path = write(tmp_path / "rows.jsonl", [*rows, hole(small, 3)])
+    found = load(path, train=30, test=10)
+    assert {one.middle.split("_")[0] for one in found.train} == {"big"}
+    assert {one.middle.split("_")[0] for one in found.test} == {"small"}
+    path = write(tmp_path / "rows.jsonl", [*rows, *(hole(other, line) for line in range(10, 90))])
+    found = load(path, train=30, test=10)  # both are larger than a quarter
+    assert {one.middle.split("_")[0] for one in found.train} == {"big"}
+    assert {one.middle.split("_")[0] for one in found.test} == {"other"}
+    with pytest.raises(SettingsError, match="no test prompt"):
+        load(write(tmp_path / "rows.jsonl", rows))
 
 
 def test_a_limit_takes_evenly_from_the_files(tmp_path: Path) -> None:
-    rows = [row(number, path=f"{number % 20}.py") for number in range(400)]
-    found = load(write(tmp_path / "rows.jsonl", rows), train=15, test=5)
-    assert len({one.path for one in found.train}) == 15
-    assert len({one.path for one in found.test}) == 5
+    rows = [row(number, path=f"{number // 20}.py") for number in range(400)]
+    found = load(write(tmp_path / "rows.jsonl", rows), train=10, test=2)
+    assert len({one.path for one in found.train}) == 10
+    assert len({one.path for one in found.test}) == 2
 
 
 def test_the_same_file_gives_the_same_sides_in_another_process_and_seeds_differ(tmp_path: Path) -> None:
@@ -283,16 +284,13 @@ def test_the_same_file_gives_the_same_sides_in_another_process_and_seeds_differ(
         assert done.stdout.strip() == str([prompt.middle for prompt in one.test])
 
 
-@given(st.lists(st.text(alphabet="ab\n ", max_size=60), max_size=8), st.data())
-def test_groups_of_any_texts(texts: list[str], data: st.DataObject) -> None:
-    names = data.draw(st.lists(st.sampled_from(["", "x", "y"]), min_size=len(texts), max_size=len(texts)))
-    found = copies.groups(texts, names)
+@given(st.lists(st.text(alphabet="ab\n ", max_size=60), max_size=8))
+def test_groups_of_any_texts(texts: list[str]) -> None:
+    found = copies.groups(texts)
     for index, group in enumerate(found):
         assert group <= index
         assert found[group] == group
-        for other in range(index):
-            if texts[index] == texts[other] or names[index] == names[other] != "":
-                assert found[other] == group
+        assert group <= texts.index(texts[index])
 
 
 # ------------------------------------------------------------------------------ folders, libraries
@@ -316,7 +314,8 @@ def test_half_of_the_libraries() -> None:
     learned, tested = {library(one) for one in found.train}, {library(one) for one in found.test}
     assert learned
     assert all(map(in_first_half, learned))
-    assert {True, False} == {*map(in_first_half, tested)}
+    assert tested
+    assert not any(map(in_first_half, tested))
     share = sum(map(in_first_half, fim.HELD_OUT)) / len(fim.HELD_OUT)
     assert 0.3 < share < 0.7
 
@@ -326,7 +325,7 @@ def test_half_of_the_libraries_of_rows_needs_paths(tmp_path: Path) -> None:
     rows = [row(n, path=f"src/{names[n % 4]}/m{n}.py") for n in range(80)]
     found = load(write(tmp_path / "rows.jsonl", rows), half=True)
     assert {library(one) for one in found.train} == {"argparse", "asyncio"}
-    assert {library(one) for one in found.test} == {*names}
+    assert {library(one) for one in found.test} == {"json", "heapq"}
     with pytest.raises(SettingsError, match="path of every row"):
         load(write(tmp_path / "rows.jsonl", [*rows, *(row(n) for n in range(100, 120))]), half=True)
 

@@ -11,6 +11,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +33,7 @@ from onlinerl.records import Run, RunState, Step, Verdict, Version, VersionState
 from onlinerl.store import interactions, runs, versions
 from onlinerl.store.database import Database
 from onlinerl.weights import directory
-from tests.synthetic import fill, load, sample, start, tiny_model
+from tests.synthetic import fill, interaction, load, sample, start, tiny_model
 
 FAST = (
     "policies.tab.train.lr=3e-3",
@@ -255,6 +256,32 @@ def test_raw_mode_takes_the_reward_as_it_is(
     train(settings, "tab", max_steps=1)
     assert {verdict for verdict, _ in seen} >= {Verdict.ACCEPTED, Verdict.REJECTED}
     assert all(value == (1.0 if verdict is Verdict.ACCEPTED else 0.0) for verdict, value in seen)
+
+
+def test_group_mode_learns_from_the_choices_of_one_request(model: Path, tmp_path: Path) -> None:
+    """GRPO over whole runs: four answers to each prompt, τ of no account."""
+    settings = settings_for(
+        model, tmp_path / "home", "policies.tab.train.mode=group", "policies.tab.rewards.tau=1", *QUIET,
+        "policies.tab.train.silence.floor=0", "policies.tab.train.staleness=100",
+    )  # fmt: skip
+    base_only = settings_for(model, tmp_path / "base")
+    fill(base_only, 4)
+    first = load(Path(list_versions(base_only)[0].url))
+    made = []
+    for number, drawn in enumerate(sample(first, 800, 0, group=4)):
+        one = interaction(number, drawn)
+        made.append(replace(one, id=f"request-{number // 4}", index=number % 4))
+    fill(settings, 1)
+    database = Database.open(settings.database_url)
+    try:
+        with database.write() as c:
+            interactions.insert(c, made)
+    finally:
+        database.close()
+    assert train(settings, "tab").state is RunState.FINISHED
+    versions_made = list_versions(settings)
+    # four standard errors of a difference of two shares of 1,000 draws are 0.09
+    assert share_even(versions_made[-1].url) > share_even(versions_made[0].url) + 0.09
 
 
 def test_nothing_to_learn_from(settings: Settings) -> None:

@@ -62,6 +62,7 @@ def answer(text: str, *, middle: str = "return x + 1", reason: FinishReason = Fi
         id="a",
         index=0,
         prompt=FimPrompt("def f(x):\n    ", "\n", middle, "f.py", "python"),
+        asked="",
         prompt_ids=(257, 1, 258, 2, 259),
         ids=(*range(len(text)), 256),
         logprobs=(-1.0,) * (len(text) + 1),

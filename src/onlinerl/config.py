@@ -269,8 +269,16 @@ class Train(Node):
     """Samples of one step."""
     minibatches: Annotated[int, Field(ge=1, le=4)] = 2
     """Optimiser steps per batch."""
-    microbatch: Count = 4096
-    """Tokens packed into one forward pass; smaller needs less memory, the gradient is the same."""
+    microbatch: Count | Literal["auto"] = "auto"
+    """Tokens packed into one forward pass; smaller needs less memory, the gradient is the same. auto is 4096
+    on CPU, and on CUDA what fits its free memory, at most 32768."""
+    recompute: bool | Literal["auto"] = "auto"
+    """Computes activations again in the backward pass instead of keeping them: far less memory for a third
+    more time. auto does so on CUDA where otherwise fewer than 4096 tokens (or `microbatch`, or the longest
+    sample) would fit its free memory, by what one token of this model is measured to keep."""
+    compile: bool | Literal["auto"] = "auto"
+    """Compiles the model's layers: faster steps, after up to a minute when a run begins. auto does so on CUDA
+    for models of half a billion parameters or more."""
     clip_low: Fraction = 0.2
     """PPO's ε below 1."""
     clip_high: Fraction = 0.28
@@ -425,24 +433,25 @@ class Validation(Node):
     policy: str | None = None
     """The policy whose model, sampling, rewards and training are used; needed where there are several."""
     data: Path | None = None
-    """A folder of Python, or a JSONL file of `prefix`, `suffix` and `middle`; default is the standard
-    library's packages that the built-in model never saw."""
+    """A folder of Python, or a JSONL file of prompts (docs/validation.md, "Your own data"); default is the
+    standard library's packages that the built-in model never saw."""
     fields: dict[str, str] = {}
-    """Which columns of the JSONL file hold prefix, suffix, middle, path and language, where they have other
-    names; `prompt` is one with FIM markers in it."""
+    """Columns of a JSONL file by what they hold, where they are called otherwise: `prefix`, `suffix`,
+    `middle`, `path`, `language`, or `prompt` for prefix and suffix between FIM markers; `a.b` is b in a."""
     languages: tuple[str, ...] = ()
-    """Languages to take rows of; none named: all."""
+    """Languages of a JSONL file to use, in lower case; none: all."""
     language: str = ""
-    """Language of rows that do not say, neither in a column nor by the ending of their path."""
+    """Language of a JSONL file's rows that do not say, neither in a column nor by their path's ending."""
     half: bool = False
-    """Learn from the first half of the libraries alone; the held-out prompts come from all."""
+    """Learn from one half of the libraries (packages at the top of the paths) and hold out files of the
+    other: the report tells how far learning carries."""
     test: Path | None = None
     """A JSONL file that the held-out prompts are taken from instead, whatever side of the split its files are
     on; those of files that are learned from are left out."""
     shortest: Count = 1
     """Least characters of what the author wrote, without surrounding space."""
     longest: Count | None = None
-    """Most characters of what the author wrote; none: any number, and at most 400 in a folder."""
+    """Most characters of what the author wrote; none: all of a JSONL file, and 400 in a folder."""
     characters: Annotated[int, Field(ge=16)] = 2048
     """Characters around the cursor, three quarters of them before it."""
     train_prompts: Count = 3000

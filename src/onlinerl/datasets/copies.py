@@ -1,4 +1,4 @@
-"""Which texts are pieces of the same file, or of copies of it, where no path says so."""
+"""Which texts are pieces of one file, or of copies of it, where no path says so."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ WINDOW = 4
 _COMMENTS = ("#", "//", "/*", "*", "--", "'''", '"""')
 
 
-def groups(texts: Sequence[str], names: Sequence[str]) -> list[int]:
+def groups(texts: Sequence[str]) -> list[int]:
     """For each text the number of its group: the index of the group's first text.
 
-    Two texts are in one group when their names are equal and not "", when the texts are equal, when they
-    share RUN + WINDOW − 1 = 8 lines of code in a row (blank lines, comments, brackets alone and indentation
-    aside), or when a chain of such texts joins them. Shorter shared runs are found in part.
+    Two texts are in one group when they are equal, when they share RUN + WINDOW − 1 = 8 lines of code in a
+    row (blank lines, comments, brackets alone and indentation aside), or when a chain of such texts joins
+    them. Shorter shared runs are found in part.
 
     Runs are chosen by winnowing [Schleimer, Wilkerson and Aiken 2003], so that 0.4 of them are enough.
     """
@@ -30,11 +30,8 @@ def groups(texts: Sequence[str], names: Sequence[str]) -> list[int]:
         return index
 
     seen: dict[bytes, int] = {}
-    for index, (text, name) in enumerate(zip(texts, names, strict=True)):
-        marks = [_hash(f"text\0{text}"), *fingerprints(text)]
-        if name:
-            marks.append(_hash(f"name\0{name}"))
-        for mark in marks:
+    for index, text in enumerate(texts):
+        for mark in (_hash(f"whole\0{text}"), *fingerprints(text)):
             one, other = sorted((root(index), root(seen.setdefault(mark, index))))
             parents[other] = one
     return [root(index) for index in range(len(texts))]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path, PurePosixPath
 from types import MappingProxyType
@@ -65,28 +65,31 @@ def load(
     are left out; none given means all. language: that of rows which do not say, neither in a column nor by
     the ending of their path. shortest, longest: of the middle, in characters; a folder's are at most
     LONGEST_MIDDLE. characters: prefix and suffix together, cut as `collect` cuts them. half: learn from the
-    first half of the libraries alone (`in_first_half`); test prompts come from all of them.
+    first half of the libraries (`in_first_half`) and test with the other half; needs paths.
 
-    Rows are split by file too: those of one path stay together, and so do those that share eight lines of
-    code in a row (`copies.groups`), which finds pieces of one file where no path is known, and copies of it.
-    What stays unseen are pieces of a long file that do not overlap; they may be on both sides, with nothing in
-    common but names and style. Fewer rows than asked for are shared out in the same proportion. Raises
-    SettingsError when a side would be empty; it tells why rows were left out.
+    Rows are split by file too. Where a row has a path, `is_test` decides, as it does for folders and for
+    simulated users: a file is on the same side everywhere, about a fifth of them to test with. Rows without a
+    path are shared out as `train` to `test`, those together that share eight lines of code in a row
+    (`copies.groups`), which finds pieces of one file and copies of it. Two things stay unseen: pieces of a
+    long file that do not overlap may be on both sides, with nothing in common but names and style, and so may
+    copies of a file under another path. A limit takes evenly from the files. Raises SettingsError when a side
+    would be empty; it tells why rows were left out.
     """
     if source is not None and source.is_file():
         rows, skipped = _rows(source, {**FIELDS, **fields}, languages, language, shortest, longest)
         learned, held = _sides(rows, test / (train + test), seed)
         if half:
-            if not all(one.path for one in learned):
+            if not all(one.path for one in rows):
                 raise SettingsError(f"{source}: half of the libraries needs the path of every row")
             learned = [one for one in learned if in_first_half(library(one))]
+            held = [one for one in held if not in_first_half(library(one))]
         learned, held = ([cut(one, characters) for one in side] for side in (learned[:train], held[:test]))
     else:
         if languages and "python" not in languages:
             raise SettingsError("a folder gives prompts of Python; for other languages name a JSONL file")
 
-        def side(split: Split, limit: int, only: Callable[[str], bool] | None = None) -> Collection:
-            most = min(longest or LONGEST_MIDDLE, LONGEST_MIDDLE)
+        def side(split: Split, limit: int) -> Collection:
+            wanted = split == "train"
             return collect(
                 source,
                 split=split,
@@ -94,12 +97,11 @@ def load(
                 seed=seed,
                 characters=characters,
                 shortest=shortest,
-                longest=most,
-                only=only,
+                longest=min(longest or LONGEST_MIDDLE, LONGEST_MIDDLE),
+                only=(lambda path: in_first_half(_library(path)) == wanted) if half else None,
             )
 
-        tested = side("test", test)
-        taught = side("train", train, (lambda path: in_first_half(_library(path))) if half else None)
+        taught, tested = side("train", train), side("test", test)
         learned, held = [*taught.prompts], [*tested.prompts]
         skipped = Counter(taught.skipped) + Counter(tested.skipped)
     for name, prompts in (("train", learned), ("test", held)):
@@ -211,25 +213,30 @@ def _mapped(row: Mapping[str, Any], fields: Mapping[str, str], where: str) -> Fi
 
 
 def _sides(rows: Sequence[FimPrompt], share: float, seed: int) -> tuple[list[FimPrompt], list[FimPrompt]]:
-    """(to learn from, to test with), each in an order that goes round the groups, so that a beginning of it
+    """(to learn from, to test with), each in an order that goes round the files, so that any beginning of it
     is taken evenly from all of them."""
-    together: dict[int, list[FimPrompt]] = {}
-    numbers = copies.groups(
-        [f"{one.prefix}{one.middle}{one.suffix}" for one in rows], [one.path for one in rows]
-    )
-    for number, row in zip(numbers, rows, strict=True):
-        together.setdefault(number, []).append(row)
-    rng = random.Random(seed)
-    order = [*together.values()]
-    rng.shuffle(order)
-    goal, count = share * len(rows), 0
+    named: dict[str, list[FimPrompt]] = {}
+    for row in rows:
+        if row.path:
+            named.setdefault(row.path, []).append(row)
     sides: tuple[list[list[FimPrompt]], list[list[FimPrompt]]] = ([], [])
+    for path, group in named.items():
+        sides[is_test(path)].append(group)
+    nameless = [row for row in rows if not row.path]
+    together: dict[int, list[FimPrompt]] = {}
+    numbers = copies.groups([f"{one.prefix}{one.middle}{one.suffix}" for one in nameless])
+    for number, row in zip(numbers, nameless, strict=True):
+        together.setdefault(number, []).append(row)
+    order = [*together.values()]
+    random.Random(seed).shuffle(order)
+    goal, count = share * len(nameless), 0
     for group in order:
-        rng.shuffle(group)
         tests = count + len(group) <= goal
         count += len(group) * tests
         sides[tests].append(group)
-    if not sides[1] and len(order) > 1:  # every group is larger than the goal
-        sides[1].append(sides[0].pop(sides[0].index(min(order, key=len))))
+    if len(order) > 1 and count == 0:  # every group is larger than the goal
+        smallest = min(order, key=len)
+        sides[0].remove(smallest)
+        sides[1].append(smallest)
     learned, held = (round_robin([iter(group) for group in side], len(rows)) for side in sides)
     return learned, held

@@ -120,8 +120,8 @@ TASTES: Mapping[str, Taste] = MappingProxyType(
             threshold=0.45,
         ),
         "generous": Taste(
-            "not far from what the author wrote there: sigmoid(12·(similarity − 0.38)), which accepts a quarter "
-            "of what the built-in model shows at temperature 1",
+            "not far from what the author wrote there: sigmoid(12·(similarity − 0.38)), which accepts a "
+            "quarter of what the built-in model shows at temperature 1",
             threshold=0.38,
         ),
         "short": Taste("at most 20 characters that go in the right direction", threshold=0.35, longest=20),

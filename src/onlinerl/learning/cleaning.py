@@ -242,7 +242,8 @@ def inhuman(delays: Sequence[float], least: float) -> bool:
 
 
 class Pace:
-    """How fast each user judges. An owner's verdicts may come from a script, and are not looked at."""
+    """How fast each user judges. An owner's verdicts may come from a script, and are not looked at; neither
+    are those of requests that name no user, since many may stand behind them."""
 
     def __init__(
         self,
@@ -258,6 +259,8 @@ class Pace:
 
     def fault(self, sample: Sample) -> str:
         """`bot`, `burst` or "": all that the user asked for in that stretch, silent answers too."""
+        if not sample.user:
+            return ""
         if sample.user in self._bots:
             return "bot"
         stretches = self._bursts.get(sample.user, ())

@@ -72,8 +72,8 @@ def dominance(users: Sequence[str], limit: float) -> str:
         return ""
     return (
         f"trust.dominance: one user gave {most / len(users):.0%} of a batch ({most} of {len(users)} "
-        f"samples), more than {limit:.0%}: others must be heard too; set trust.owner where that user may "
-        "teach alone"
+        f"samples), more than {limit:.0%}: others must be heard too (requests that name no user count "
+        "as one); set trust.owner where that user may teach alone"
     )
 
 

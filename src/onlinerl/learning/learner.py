@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from onlinerl import config
-from onlinerl.learning import losses
+from onlinerl.learning import losses, memory
 from onlinerl.learning.batches import Pack, PolicyModel, Scorer, Scores, length, microbatches, pack
 from onlinerl.learning.guards import Bands
 from onlinerl.learning.losses import LossSettings
@@ -25,6 +25,8 @@ differs by 1e-5, bf16 by 0.02; an int8 engine fails, and then the reference is a
 
 JUDGED = ("kl", "entropy", "clip_fraction", "length", "veto_fraction")
 """Numbers of a step that the guards look at."""
+SUMS = ("tokens", "clipped", "weight", "weight_squared", "kl_reference", "kl_behaviour", "entropy")
+"""Fields of `losses.Sums` that enter the metrics."""
 
 
 @dataclass(slots=True)
@@ -84,6 +86,11 @@ class Learner:
         """False while the weights are still the reference's."""
         self.trusted: bool | None = None
         """Whether the engine's log-probabilities are as good as the trainer's; None: not measured yet."""
+        self.plan = memory.Plan(
+            memory.PLENTY if train.microbatch == "auto" else train.microbatch, train.recompute is True
+        )
+        """How batches go through the model; on a GPU set by the first batch, and again by longer ones."""
+        self._planned = 0
         self.parameters = policy.parameters()
         self.lr = train.lr if policy.adapter is None else train.lora.lr or train.lr
         self.optimizer = torch.optim.AdamW(
@@ -113,6 +120,7 @@ class Learner:
         not be used any more (a NaN never reaches them).
         """
         samples = [scored.sample for scored in batch]
+        self._fit(samples)
         # Adam's step does not shrink with the evidence: three verdicts would move the weights as far as a
         # full batch does. The last batch of a run earns its share of a step.
         share = min(1.0, len(batch) / self.train.batch)
@@ -164,6 +172,32 @@ class Learner:
 
     # ---------------------------------------------------------------------------------------- pieces
 
+    def _fit(self, samples: Sequence[Sample]) -> None:
+        """Plan what a row holds, and whether activations are kept, by the memory that is free."""
+        policy = self.policy
+        if policy.device.type == "cuda":
+            lengths = [length(sample) for sample in samples]
+            if max(lengths) > self._planned:
+                self._planned = max(lengths)
+                judged = sum(sum(sample.loss_mask) for sample in samples)
+                self.plan = memory.plan(
+                    memory.SHARE
+                    * (memory.free(policy.device) - self._to_come() - policy.logit_bytes(judged)),
+                    policy.footprint(),
+                    longest=max(lengths),
+                    tokens=sum(lengths),
+                    microbatch=self.train.microbatch,
+                    recompute=self.train.recompute,
+                )
+        policy.recompute(self.plan.recompute)
+
+    def _to_come(self) -> int:
+        """Bytes of gradients and of Adam's two moments that are not there yet."""
+        return sum(
+            p.numel() * p.element_size() * ((p.grad is None) + 2 * (p not in self.optimizer.state))
+            for p in self.parameters.values()
+        )
+
     def _plan(self, samples: Sequence[Sample], advantage: Sequence[float], number: int) -> list[list[Part]]:
         order = list(range(len(samples)))
         random.Random(f"{self.train.seed}/{number}").shuffle(order)
@@ -178,7 +212,7 @@ class Learner:
         self, samples: Sequence[Sample], places: Iterable[int], advantage: Sequence[float]
     ) -> Iterable[Part]:
         chosen = list(places)
-        for group in microbatches([length(samples[place]) for place in chosen], self.train.microbatch):
+        for group in microbatches([length(samples[place]) for place in chosen], self.plan.row):
             made = pack(
                 samples, [chosen[one] for one in group], self.policy.device, padded=self.policy.padded
             )
@@ -216,27 +250,30 @@ class Learner:
 
     def _measure_trust(self, parts: Sequence[Part], samples: Sequence[Sample]) -> None:
         """While the weights are the reference's, π_prox is π_ref: hold it against what the engine said."""
-        differences = [
-            (part.prox - part.behaviour)[self._from_reference(part, samples)].abs()
-            for part in parts
-            if part.prox is not None
-        ]
+        differences = []
+        for part in parts:
+            if part.prox is not None:
+                own = torch.tensor(self._from_reference(part, samples), device=self.policy.device)
+                differences.append((part.prox - part.behaviour)[own[part.pack.sequence]].abs())
         if differences and sum(d.numel() for d in differences):
             self.trusted = bool(torch.cat(differences).mean().item() < TRUSTED)
 
-    def _from_reference(self, part: Part, samples: Sequence[Sample]) -> Tensor:
-        """Which judged tokens were sampled from the reference, unchanged by top-p: bool [K]."""
-        own = [
+    def _from_reference(self, part: Part, samples: Sequence[Sample]) -> list[bool]:
+        """Which samples were sampled from the reference, unchanged by top-p."""
+        return [
             samples[place].version == self.reference and samples[place].top_p == 1.0
             for place in part.pack.samples
         ]
-        return torch.tensor(own, device=self.policy.device)[part.pack.sequence]
 
     def _reference(self, part: Part, samples: Sequence[Sample], policy: Tensor | None) -> Tensor:
         """log π_ref of the judged tokens, [K]."""
         if not self.moved and policy is not None:
             return policy
-        if self.trusted and bool(self._from_reference(part, samples).all()):
+        if self.trusted and all(
+            own
+            for own, judged in zip(self._from_reference(part, samples), part.pack.tokens, strict=True)
+            if judged
+        ):
             return part.behaviour
         if self._referee is None:
             self._referee = self._load(self.reference)
@@ -249,11 +286,11 @@ class Learner:
         settings = self.settings
         known = all(part.prox is not None for part in parts)
         keeps = [self._keep(part) for part in parts]
-        tokens = sum(int(keep.sum()) for keep in keeps)
+        tokens = int(sum(keep.sum() for keep in keeps))  # the GPU is waited for once, not for each part
         prompts = sum(len(part.pack.samples) for part in parts)
         self.optimizer.zero_grad(set_to_none=True)
         sums: list[losses.Sums] = []
-        value = 0.0
+        values: list[Tensor] = []
         for part, keep in zip(parts, keeps, strict=True):
             scores = self.policy.score(part.pack)
             part.show = scores.show.detach()
@@ -277,29 +314,23 @@ class Learner:
             if settings.show and bands.multiplier:
                 # The floor moves the value, not the gradient; `show` reports how far it is.
                 loss = loss + losses.show_term(scores.show, prompts, 0.0, bands.multiplier)
-            value += loss.item()
+            values.append(loss.detach())
             torch.autograd.backward(loss)
-        if not known and any(not torch.equal(self._keep(p), k) for p, k in zip(parts, keeps, strict=True)):
-            return False
+        if not known:
+            changed = [(self._keep(p) != k).any() for p, k in zip(parts, keeps, strict=True)]
+            if bool(torch.stack(changed).any()):
+                return False
+        value = sum(torch.stack(values).tolist())
         norm = torch.nn.utils.clip_grad_norm_(list(self.parameters.values()), self.train.gradient_clip).item()
         bands.gradient(norm, value)
         self.optimizer.step()
         totals.add("steps", 1)
         totals.add("loss", value)
         totals.add("norm", norm)
-        for keep in keeps:
-            totals.add("vetoed", int((~keep).sum()))
-        for one in sums:
-            for name in (
-                "tokens",
-                "clipped",
-                "weight",
-                "weight_squared",
-                "kl_reference",
-                "kl_behaviour",
-                "entropy",
-            ):
-                totals.add(name, getattr(one, name))
+        totals.add("vetoed", sum((~keep).sum() for keep in keeps))
+        for row in torch.stack([torch.stack([getattr(one, name) for name in SUMS]) for one in sums]).tolist():
+            for name, number in zip(SUMS, row, strict=True):
+                totals.add(name, number)
         return True
 
     def _keep(self, part: Part) -> Tensor:

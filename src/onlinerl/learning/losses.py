@@ -57,12 +57,14 @@ def token_logprobs(logits: Tensor, targets: Tensor, temperature: Tensor) -> tupl
     """Log-probabilities of the sampled tokens, and the entropy of each distribution.
 
     logits [K, V] of any float type, targets [K], temperature [K] (that of the token's sample: it is
-    applied to π_θ and π_prox as it was to π_behav). Returns ([K], [K]) in fp32 (fp64 stays fp64).
+    applied to π_θ and π_prox as it was to π_behav). Returns ([K], [K]) in fp32 (fp64 stays fp64); the
+    entropy is for looking at and carries no gradient.
     """
     wide = logits if logits.dtype == torch.float64 else logits.float()
     logp = torch.log_softmax(wide / temperature[:, None].to(wide.dtype), dim=-1)
     chosen = logp.gather(-1, targets[:, None]).squeeze(-1)
-    entropy = -(logp.exp() * logp).sum(-1)
+    with torch.no_grad():
+        entropy = -(logp.exp() * logp).sum(-1)
     return chosen, entropy
 
 
@@ -83,9 +85,9 @@ def vetoed(prox: Tensor, behaviour: Tensor, sequence: Tensor, samples: int, thre
     and the denominator.
     """
     bad = torch.exp(prox - behaviour) < threshold
-    by_sample = torch.zeros(samples, dtype=torch.bool, device=prox.device)
-    by_sample[sequence[bad]] = True
-    return by_sample[sequence]
+    by_sample = torch.zeros(samples, dtype=torch.int32, device=prox.device)
+    # A sum, since choosing by a mask makes the CPU wait for the GPU.
+    return by_sample.index_add(0, sequence, bad.int())[sequence] > 0
 
 
 def surrogate(

@@ -26,7 +26,7 @@ from onlinerl.errors import Conflict, GuardTripped, ModelError, RunError
 from onlinerl.experiments.assignment import EXPLORE
 from onlinerl.flow.channel import Channel
 from onlinerl.flow.worker import Worker
-from onlinerl.learning import adapters
+from onlinerl.learning import adapters, cleaning
 from onlinerl.learning.advantages import Baseline, advantages
 from onlinerl.learning.batches import PolicyModel, Scorer, Sibling
 from onlinerl.learning.checkpoints import Checkpoint, Checkpoints
@@ -121,7 +121,12 @@ class Trainer(Worker[Scored, None]):
     def _model(self, version: int, lora: config.Lora | None = None) -> PolicyModel:
         device = device_of(self.train)
         folder = directory.folder(self.root, self.policy, version)
-        return PolicyModel.load(folder, device, dtype_of(self.train, device), lora, self.train.seed)
+        made = PolicyModel.load(
+            folder, device, dtype_of(self.train, device), lora, self.train.seed, compile=self.train.compile
+        )
+        for text in made.fallbacks:
+            self.log.event("warning", text=f"{self.policy}@{version}: {text}")
+        return made
 
     def _begin(self, version: int) -> PolicyModel:
         """The model to train, being what `version` is.
@@ -486,13 +491,17 @@ class Trainer(Worker[Scored, None]):
             metrics |= self.learner.inspect(self._recent, self.bands)
         if self.train.patience and self.train.holdout:
             with self.control.database.read() as c:
-                held = [s for s in interactions.held(c, policy=self.policy, limit=HELD) if _usable(s)]
+                held = [s for s in interactions.held(c, policy=self.policy, limit=HELD) if self._telling(s)]
             scored = [one for one in map(self.table.score, held) if not one.fault]
             if scored:
                 value, ess = self.learner.reward(scored)
                 metrics |= {"held_reward": value, "held_ess": ess, "held_samples": float(len(scored))}
                 self._watch(value, ess)
         return metrics
+
+    def _telling(self, sample: Sample) -> bool:
+        """Whether a held-back sample measures anything: what is not worth learning from does not."""
+        return _usable(sample) and not cleaning.fault(sample, self.settings.cleaning)
 
     def _watch(self, value: float, ess: float) -> None:
         if ess < TRUSTWORTHY:

@@ -22,6 +22,7 @@ from transformers.utils import logging as transformers_logging
 from onlinerl import config
 from onlinerl.datasets.fim import FimPrompt
 from onlinerl.errors import GuardTripped, JudgeError, RunError, SettingsError
+from onlinerl.learning import memory
 from onlinerl.learning.advantages import Baseline, advantages
 from onlinerl.learning.batches import PolicyModel, Scorer, Sibling
 from onlinerl.learning.devices import device_of, dtype_of, threads_of
@@ -185,7 +186,12 @@ class Course:
         with self.clock.spend("load"):
             self.engine.read(0, self.model)
             self.live = PolicyModel.load(
-                self.model, self.device, self.dtype, self.train.lora, self.train.seed
+                self.model,
+                self.device,
+                self.dtype,
+                self.train.lora,
+                self.train.seed,
+                compile=self.train.compile,
             )
             if self.settings.quantise != "none":
                 self._replace_start()  # what was read from the folder is not rounded
@@ -415,7 +421,7 @@ class Course:
                 lr=settings.lr,
                 epochs=settings.epochs,
                 batch=self.train.batch,
-                microbatch=self.train.microbatch,
+                microbatch=memory.PLENTY if self.train.microbatch == "auto" else self.train.microbatch,
                 gradient_clip=self.train.gradient_clip,
                 seed=self.settings.seed,
             )

@@ -23,6 +23,8 @@ class Answer:
     """That of the request; the completions of one prompt in a group share it."""
     index: int
     prompt: FimPrompt
+    asked: str
+    """The prompt as a client would have sent it."""
     prompt_ids: tuple[int, ...]
     ids: tuple[int, ...]
     logprobs: tuple[float, ...]
@@ -62,6 +64,7 @@ class Answer:
             verdict_source=source,
             completion=self.completion,
             score=score,
+            prompt=self.asked,
         )
 
 
@@ -145,6 +148,7 @@ class Rollouts:
             id=request.id,
             index=index,
             prompt=prompt,
+            asked=self.template.render(prompt.prefix, prompt.suffix),
             prompt_ids=request.prompt_ids,
             ids=rollout.ids,
             logprobs=rollout.logprobs,

@@ -54,10 +54,6 @@ SUBJECTS: Mapping[tuple[str, ...], tuple[str, ...]] = MappingProxyType(
         ("argparse.py",): ("test.test_argparse",),
         ("asyncio/locks.py",): ("test.test_asyncio.test_locks",),
         ("asyncio/queues.py",): ("test.test_asyncio.test_queues",),
-        ("asyncio/tasks.py", "asyncio/futures.py"): (
-            "test.test_asyncio.test_tasks",
-            "test.test_asyncio.test_futures",
-        ),
         ("collections/__init__.py",): (
             "test.test_collections",
             "test.test_ordered_dict",
@@ -115,7 +111,8 @@ SUBJECTS: Mapping[tuple[str, ...], tuple[str, ...]] = MappingProxyType(
     }
 )
 """Files of held-out packages, and the modules with their tests. Left out: what needs a network, many
-processes, a terminal or seconds to set up (tarfile), and `unittest` and `importlib`, which run the tests."""
+processes, a terminal or seconds to set up (tarfile), what runs in C (asyncio's tasks), and `unittest` and
+`importlib`, which run the tests."""
 
 TESTS = 12
 """Tests of a site at most."""
@@ -246,7 +243,6 @@ def _verified(path: str, text: str, traced: Sequence[Traced], seed: int, limits:
 
 def candidates(path: str, text: str, traced: Sequence[Traced], seed: int) -> Iterator[Site]:
     """Holes in statements of functions that tests ran, at most one a line, in an order of their own."""
-    rng = random.Random(f"{seed}/{path}")
     lines = text.split("\n")
     starts = [0]
     for line in lines:
@@ -257,8 +253,10 @@ def candidates(path: str, text: str, traced: Sequence[Traced], seed: int) -> Ite
             ran[number].append(one.test)
     statements = _statements(ast.parse(text))
     numbers = sorted(statements)
-    rng.shuffle(numbers)
+    random.Random(f"{seed}/{path}").shuffle(numbers)
     for number in numbers:
+        # A generator for each line: what tests there are must not move the holes of other lines.
+        rng = random.Random(f"{seed}/{path}/{number}")
         first, last = statements[number]
         tests = sorted({test for line in range(first, last + 1) for test in ran[line]})
         hidden = span(lines, number - 1, rng.choice(list(Kind)), rng)

@@ -29,6 +29,7 @@ def read(path: Path, rollouts: Rollouts, longest: int) -> list[Sample]:
             id=f"w{number}",
             index=0,
             prompt=prompt,
+            asked=rollouts.template.render(prompt.prefix, prompt.suffix),
             prompt_ids=asked,
             ids=ids,
             logprobs=(0.0,) * len(ids),

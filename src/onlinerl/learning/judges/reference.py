@@ -44,7 +44,7 @@ class ReferenceJudge:
         return [self.score(prompt, completion) for prompt, completion in pairs]
 
     def score(self, prompt: FimPrompt, completion: str) -> Judgement:
-        """One judgement, without waiting; about half a millisecond."""
+        """One judgement, without waiting: about a millisecond of one core for 2,048 characters around."""
         if not completion.strip() or not prompt.middle.strip():
             both = not completion.strip() and not prompt.middle.strip()
             return Judgement(
