@@ -7,6 +7,7 @@ packages that the built-in model never saw, held out by file, and the same for e
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import os
@@ -71,8 +72,6 @@ def lay_out(out: Path, *, small: bool = False, every: Sequence[str] = ()) -> Non
         held = fim.collect(split="test", limit=2 * TEST, characters=CHARACTERS).prompts
         for name, own in (("own", True), ("other", False)):
             fim.write(prompts / f"{name}.jsonl", [p for p in held if in_first_half(library(p)) is own][:TEST])
-    if small and not (out / "tiny").exists():
-        tiny_model(out / "tiny")
     shared = {"before": [*COMMON, *every], "after": list(SMALL) if small else []}
     (out / "settings.json").write_text(json.dumps(shared, indent=1) + "\n", encoding="utf-8")
 
@@ -91,6 +90,10 @@ def prepare(out: Path) -> Work:
     own.write_text(json.dumps(facts), encoding="utf-8")
     own.replace(out / "device.json")  # every worker says the same, the last one stays
     shared: dict[str, list[str]] = json.loads((out / "settings.json").read_text(encoding="utf-8"))
+    if shared["after"] and not (out / "tiny").exists():
+        made = tiny_model(out / f"tiny.{os.getpid()}")
+        with contextlib.suppress(OSError):  # another worker was faster: the same model
+            made.rename(out / "tiny")
     return lambda run: perform(run, out, shared)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import doctest
 import itertools
 import json
 import math
@@ -343,6 +344,12 @@ def test_nonsense_parses_and_differs(text: str, hidden: str, expected: list[str]
     for one in found:
         compile(text[:start] + one + text[start + len(hidden) :], "", "exec")
     assert [one for one in found if one in expected] == expected
+
+
+def test_examples_in_the_docstrings() -> None:
+    result = doctest.testmod(sites_module)
+    assert result.attempted
+    assert not result.failed
 
 
 # ---------------------------------------------------------------------------------------------- rates

@@ -101,6 +101,7 @@ def test_every_run_of_the_catalogue_has_settings_that_exist_and_agree(tmp_path: 
     from onlinerl.validate.course import check
 
     performer.lay_out(tmp_path, small=True)
+    performer.tiny_model(tmp_path / "tiny")
     shared = json.loads((tmp_path / "settings.json").read_text())
     seen: set[str] = set()
     for study in catalogue.studies():

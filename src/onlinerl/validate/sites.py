@@ -319,7 +319,7 @@ def _spread(tests: Sequence[str], rng: random.Random) -> list[str]:
 def nonsense(text: str, start: int, end: int) -> list[str]:
     """Fillings of `text[start:end]` that say nothing, yet parse, and are not what the author wrote.
 
-    >>> nonsense("def f(x):\\n    return max(x, 0)\\n", 25, 31)
+    >>> nonsense("def f(x):\\n    return max(x, 0)\\n", 25, 30)
     ['None)', '0)']
     """
     middle = text[start:end].strip()
