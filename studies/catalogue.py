@@ -118,7 +118,7 @@ def headline() -> Study:
                 f"{arm} · lr {rate}",
                 (*overrides, lr(rate)),
                 3 if optional else 5,
-                rank=int(optional),
+                rank=0,
                 extras=("execution",),
             )
             runs += found
