@@ -46,6 +46,8 @@ COMMON = (
     f"validation.tau_report={TAU}",
     "policies.tab.train.batch=64",
     "policies.tab.train.microbatch=16384",
+    "policies.tab.train.recompute=false",
+    "policies.tab.train.compile=false",
     "policies.tab.sampling.max_tokens=48",
 )
 """Settings of every run, before its own."""
