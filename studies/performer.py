@@ -134,7 +134,7 @@ def perform(run: Run, out: Path, shared: Mapping[str, Sequence[str]]) -> Outcome
     if saved is not None:
         shutil.rmtree(saved, ignore_errors=True)  # of a command that was killed
     with sabotage.KINDS[run.sabotage]():
-        tree = validation.run(settings, quiet=True)
+        tree = validation.run(settings, quiet=True, starts=out / "starts")
     found = {name: EXTRAS[name](saved, settings, run, out) for name in run.extras if saved is not None}
     if saved is not None and not run.save:
         shutil.rmtree(saved)
