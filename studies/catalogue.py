@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
 
+from onlinerl.config import Silence
 from studies.plan import Column, Run, Study
 
 RATES = ("1e-5", "3e-5")
@@ -56,14 +57,19 @@ def seeds(
     count: int = 3,
     *,
     rank: int = 0,
+    first: int = 3,
     cost: float = 1.0,
     extras: tuple[str, ...] = (),
 ) -> tuple[Run, ...]:
-    """`count` runs of an arm; those beyond the third come with a later rank."""
+    """`count` runs of an arm; those beyond the `first` come with a later rank."""
     return tuple(
-        Run(study, arm, seed, tuple(overrides), cost, rank + (seed >= 3), extras=extras)
+        Run(study, arm, seed, tuple(overrides), cost, rank + (seed >= first), extras=extras)
         for seed in range(count)
     )
+
+
+ENDS = ("validation.evaluate_every=0",)
+"""No curves: where only the ends are told."""
 
 
 # ----------------------------------------------------------------------------------------- headline
@@ -119,7 +125,7 @@ def headline() -> Study:
                 (*overrides, lr(rate)),
                 3 if optional else 5,
                 rank=0,
-                extras=("execution",),
+                extras=("execution",) if arm[1] in "acde" else (),
             )
             runs += found
     others = [arm for arm in RECIPES if arm[1] in "abd"]
@@ -160,20 +166,25 @@ def silence() -> Study:
                 f"validation.tau_report={tau}",
             )
             names = [f"{floor} · {words}, τ = {tau}" for floor in ("floor", "no floor")]
-            runs += seeds("silence", names[0], common)
-            runs += seeds("silence", names[1], (*common, f"{TRAIN}silence.floor=0"))
+            runs += seeds("silence", names[0], common, first=2)
+            runs += seeds("silence", names[1], (*common, f"{TRAIN}silence.floor=0"), first=2)
             pairs.append((names[0], names[1]))
     return Study(
         "silence",
         "Show rate with and without its floor, over three thresholds and two base accept rates",
         tuple(runs),
         (
-            *columns("sampled", "shown", "accept_shown", "accept", "reward", "judge/report", "characters"),
+            Column("sampled.shown", "shown at the start", ".1%", "start"),
+            *columns("sampled", "shown"),
+            Column("sampled.accept_shown", "accepted of shown at the start", ".1%", "start"),
+            *columns("sampled", "accept_shown", "accept", "reward", "judge/report", "characters"),
             Column("largest.multiplier", "largest λ", ".2f", "extras"),
         ),
         compare=tuple(pairs),
         compared=("sampled.shown", "sampled.accept_shown", "sampled.reward"),
         curves=("sampled.shown", "sampled.accept_shown"),
+        floor=("sampled.shown", Silence().floor),
+        one_start=False,
     )
 
 
@@ -232,16 +243,18 @@ def generalise() -> Study:
     for rate in RATES:
         for coefficient in ("0", "0.02", "0.1"):
             arm = f"KL {coefficient} · lr {rate}"
-            overrides = (*HALF, lr(rate), f"{TRAIN}kl_coefficient={coefficient}")
-            runs += [replace(run, save=True) for run in seeds("generalise", arm, overrides)]
+            overrides = (*HALF, *ENDS, lr(rate), f"{TRAIN}kl_coefficient={coefficient}")
+            found = seeds("generalise", arm, overrides, cost=0.8, first=2)
+            runs += [replace(run, save=coefficient == "0.02") for run in found]
             if coefficient == "0.02":
                 runs += [
                     Run(
                         "generalise",
                         f"KL {coefficient}, on its own half · lr {rate}",
                         seed,
-                        SAME,
+                        (*SAME, *ENDS),
                         0.15,
+                        rank=int(seed >= 2),
                         start=f"generalise/{arm}/{seed}",
                     )
                     for seed in range(3)
@@ -252,21 +265,24 @@ def generalise() -> Study:
             "generalise",
             f"{base} · other half",
             0,
-            (*HALF, "validation.completions=1"),
+            (*HALF, *ENDS, "validation.completions=1"),
             0.2,
         )
     )
-    runs.append(Run("generalise", f"{base} · own half", 0, SAME, 0.15))
+    runs.append(Run("generalise", f"{base} · own half", 0, (*SAME, *ENDS), 0.15))
     return Study(
         "generalise",
         "Learned from half of the packages and users, measured on the other half, and what was forgotten",
         tuple(runs),
         (
             *columns("sampled", *SHORT),
+            Column("sampled.reward", "gain in reward", "+.4f", "gain"),
             *columns("greedy", "reward", "judge/report", "exact", "similarity"),
+            Column("greedy.reward", "gain in reward", "+.4f", "gain"),
             Column("loss.left_to_right", "left-to-right loss, nats", ".4f"),
             Column("loss.middle", "loss on the authors' middles", ".4f"),
         ),
+        one_start=False,
     )
 
 
@@ -283,13 +299,15 @@ def supervised() -> Study:
         for epochs in (1, 4):
             words = (*tuned, f"validation.warmstart.lr={rate}", f"validation.warmstart.epochs={epochs}")
             arm = f"supervised on the accepted, {epochs} epoch{'s' * (epochs > 1)} · lr {rate}"
-            runs += seeds("supervised", arm, words, cost=0.7)
+            runs += seeds("supervised", arm, (*words, *ENDS), cost=0.5, first=2)
         runs += seeds(
             "supervised",
             f"offline RL, all of the base's · lr {rate}",
-            (*offline, lr(rate)),
+            (*offline, *ENDS, lr(rate)),
+            cost=0.8,
+            first=2,
         )
-        runs += seeds("supervised", f"online RL · lr {rate}", (lr(rate),))
+        runs += seeds("supervised", f"online RL · lr {rate}", (*ENDS, lr(rate)), cost=0.8, first=2)
     rl = "online RL"
     others = list(dict.fromkeys(run.arm.partition(" · ")[0] for run in runs if not run.arm.startswith(rl)))
     return Study(
@@ -357,6 +375,7 @@ def personal() -> Study:
             Column("greedy.accept_shown", "gain in accepted of shown", "+.1%", "gain"),
             Column("greedy.accept", "gain in accepted of all", "+.1%", "gain"),
         ),
+        one_start=False,
         units="users",
     )
 
@@ -391,6 +410,7 @@ def cohorts() -> Study:
             *columns("greedy", "accept"),
             Column("greedy.accept", "gain in accepted of all", "+.1%", "gain"),
         ),
+        one_start=False,
     )
 
 
@@ -440,7 +460,11 @@ def ablations() -> Study:
     return Study(
         "ablations",
         "Each part of the default off, where it can matter",
-        tuple(run for arm, overrides in arms.items() for run in seeds("ablations", arm, overrides)),
+        tuple(
+            run
+            for arm, overrides in arms.items()
+            for run in seeds("ablations", arm, (*ENDS, *overrides), cost=0.8)
+        ),
         (
             *columns("sampled", *SHORT),
             *columns("greedy", "reward", "judge/report"),
@@ -459,7 +483,11 @@ def precision() -> Study:
     return Study(
         "precision",
         "Number formats of the trainer: gradient norms and what is learned",
-        tuple(run for arm, overrides in arms.items() for run in seeds("precision", arm, overrides, rank=1)),
+        tuple(
+            run
+            for arm, overrides in arms.items()
+            for run in seeds("precision", arm, (*ENDS, *overrides), rank=1)
+        ),
         (
             Column("mean.gradient_norm", "mean gradient norm", ".3f", "extras"),
             Column("largest.gradient_norm", "largest", ".3f", "extras"),

@@ -46,6 +46,8 @@ COMMON = (
     f"validation.tau_report={TAU}",
     "policies.tab.train.batch=256",
     "policies.tab.train.microbatch=8192",
+    "policies.tab.train.recompute=false",
+    "policies.tab.train.compile=false",
     "policies.tab.sampling.max_tokens=48",
 )
 """Settings of every run, before its own."""
@@ -132,7 +134,7 @@ def perform(run: Run, out: Path, shared: Mapping[str, Sequence[str]]) -> Outcome
     if saved is not None:
         shutil.rmtree(saved, ignore_errors=True)  # of a command that was killed
     with sabotage.KINDS[run.sabotage]():
-        tree = validation.run(settings, quiet=True)
+        tree = validation.run(settings, quiet=True, starts=out / "starts")
     found = {name: EXTRAS[name](saved, settings, run, out) for name in run.extras if saved is not None}
     if saved is not None and not run.save:
         shutil.rmtree(saved)

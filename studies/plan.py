@@ -55,8 +55,8 @@ class Column:
     title: str
     form: str = ".3f"
     """Format of the number, `.1%` for shares."""
-    at: Literal["final", "gain", "extras"] = "final"
-    """The end, the end minus the start within each run, or what was measured besides."""
+    at: Literal["final", "start", "gain", "extras"] = "final"
+    """The end, the start, the end minus the start within each run, or what was measured besides."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,6 +76,10 @@ class Study:
     """Metrics of which is told when the one's mean curve reaches the other's final level."""
     curves: tuple[str, ...] = ()
     """Metrics of the learning curves that are plotted."""
+    floor: tuple[str, float] | None = None
+    """A curve's metric, and the share of its start that it must not fall below: a line in the plot."""
+    one_start: bool = True
+    """All arms begin alike: their table has a row for it."""
     units: Literal["seeds", "users"] = "seeds"
     """What the runs of an arm differ in."""
 
@@ -150,8 +154,8 @@ def read(folder: Path, studies: Iterable[str]) -> list[Outcome]:
 
 
 def ready(waiting: Sequence[Run], done: Mapping[str, State]) -> list[Run]:
-    """Runs that can begin now: those whose start is the base model or a finished run."""
-    return [run for run in waiting if run.start is None or done.get(run.start) == "finished"]
+    """Runs that can begin now: those whose start is the base model, or a run that left good weights."""
+    return [run for run in waiting if run.start is None or done.get(run.start) in ("finished", "guard")]
 
 
 def order(runs: Iterable[Run]) -> list[Run]:

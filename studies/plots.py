@@ -39,6 +39,8 @@ LABELS = {
     "similarity": "edit similarity",
 }
 """Words for the last part of a metric's name."""
+PLACES = {"final": "metrics", "start": "starts", "gain": "gains", "extras": "extras"}
+"""Where an arm's summary has a column, by `Column.at`."""
 MODES = {"sampled": "T=1"}
 
 
@@ -60,6 +62,10 @@ def draw(summary: Mapping[str, Any], path: Path) -> bool:
         for row, metric in zip(grid, curves, strict=True):
             for axes, panel in zip(row, panels, strict=True):
                 _lines(axes, arms, metric, panel, labels)
+            floor = summary["floor"]
+            for axes in row if floor is not None and floor["metric"] == metric else ():
+                words = f"floor: {floor['share']:g} of the start"
+                axes.axhline(floor["value"], color="black", linestyle=":", linewidth=1, label=words)
             row[0].set_ylabel(label(metric))
             _zoom(row)
         for axes, panel in zip(grid[0], panels, strict=True):
@@ -135,7 +141,7 @@ def _zoom(row: Sequence[Axes]) -> None:
 
 def _marks(axes: Axes, summary: Mapping[str, Any]) -> bool:
     column = summary["columns"][0]
-    place = {"final": "metrics", "gain": "gains", "extras": "extras"}[column["at"]]
+    place = PLACES[column["at"]]
     found = [(arm, facts[place].get(column["metric"])) for arm, facts in summary["arms"].items()]
     rows = [(arm, one) for arm, one in found if one is not None]
     for number, (_, one) in enumerate(rows):
@@ -145,7 +151,8 @@ def _marks(axes: Axes, summary: Mapping[str, Any]) -> bool:
         axes.plot(values, [number] * len(values), "|", color="black", alpha=0.5)
     axes.set_yticks(range(len(rows)), [arm for arm, _ in rows], fontsize=8)
     axes.invert_yaxis()
-    axes.set_xlabel(column["title"])
+    gain = "gain in " if column["at"] == "gain" else ""
+    axes.set_xlabel(column["title"] if column["at"] == "extras" else gain + label(column["metric"]))
     axes.grid(alpha=0.3, axis="x")
     return bool(rows)
 

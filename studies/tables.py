@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -50,12 +50,30 @@ def summarise(study: Study, outcomes: Sequence[Outcome], machine: Mapping[str, A
         "machine": dict(machine),
         "columns": [asdict(column) for column in study.columns],
         "curves": list(study.curves),
-        "start": _arm_metrics(study, outcomes, "start") if study.units == "seeds" else {},
+        "floor": _floor(study, outcomes),
+        "start": _arm_metrics(study, outcomes, "start") if study.one_start else {},
         "arms": {arm: _arm(study, by_arm[arm]) for arm in study.arms if by_arm[arm]},
         "differences": _differences(study, by_arm),
         "reach": _reach(study, by_arm),
-        "missing": [run.key for run in study.runs if run.key not in have],
+        "missing": _missing(study, have),
     }
+
+
+def _missing(study: Study, have: Set[str]) -> dict[str, list[int]]:
+    """Seeds that were not run, by arm."""
+    found: dict[str, list[int]] = {}
+    for run in study.runs:
+        if run.key not in have:
+            found.setdefault(run.arm, []).append(run.seed)
+    return found
+
+
+def _floor(study: Study, outcomes: Sequence[Outcome]) -> Summary | None:
+    if study.floor is None:
+        return None
+    metric, share = study.floor
+    starts = _finite(outcome.start.get(metric) for outcome in outcomes)
+    return {"metric": metric, "share": share, "value": round(share * sum(starts) / len(starts), 5)}
 
 
 def _arm(study: Study, outcomes: Sequence[Outcome]) -> Summary:
@@ -68,6 +86,7 @@ def _arm(study: Study, outcomes: Sequence[Outcome]) -> Summary:
         "states": {state: sum(outcome.state == state for outcome in outcomes) for state in states},
         "messages": sorted({o.message.strip().splitlines()[-1] for o in outcomes if o.message.strip()}),
         "metrics": _arm_metrics(study, good, "final"),
+        "starts": _arm_metrics(study, good, "start"),
         "gains": _gains(study, good),
         "extras": _rows(study, [_numbers(outcome.extras) for outcome in good]),
         "curves": {metric: _curve(metric, good, study) for metric in study.curves},
@@ -92,6 +111,7 @@ def _arm_metrics(study: Study, outcomes: Sequence[Outcome], which: str) -> Summa
     found = {}
     for name in _wanted(study):
         values = _finite(getattr(outcome, which).get(name) for outcome in outcomes)
+        # Of the start there are none; its prompts are the same, and the errors nearly so.
         errors = _finite(outcome.errors.get(name) for outcome in outcomes)
         if not values:
             continue
@@ -228,7 +248,8 @@ def markdown(summary: Summary) -> str:
         parts.append(_arms(summary, columns))
     parts += [_difference_table(summary), _reach_table(summary), _stopped(summary)]
     if summary["missing"]:
-        parts.append(f"Not run: {', '.join(f'`{key}`' for key in summary['missing'])}.\n")
+        rows = [[arm, ", ".join(map(str, seeds))] for arm, seeds in summary["missing"].items()]
+        parts.append(table(["not run", "seeds"], rows))
     return "\n".join(part for part in parts if part)
 
 
@@ -238,9 +259,8 @@ def _arms(summary: Summary, columns: Sequence[Mapping[str, Any]]) -> str:
     if any(start.values()):
         cells = [cell(start[column["metric"]], column["form"]) for column in columns]
         rows.append(["*before the first step*", "", *cells])
-    places = {"final": "metrics", "gain": "gains", "extras": "extras"}
     for arm, facts in summary["arms"].items():
-        cells = [cell(facts[places[c["at"]]].get(c["metric"]), c["form"]) for c in columns]
+        cells = [cell(facts[plots.PLACES[c["at"]]].get(c["metric"]), c["form"]) for c in columns]
         rows.append([arm, _runs(facts), *cells])
     return table(["arm", "runs", *(column["title"] for column in columns)], rows)
 

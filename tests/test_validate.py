@@ -333,6 +333,25 @@ def test_the_same_seed_gives_the_same_course(base: Path) -> None:
     assert first["stages"] != third["stages"]
 
 
+def test_a_start_is_measured_once_for_runs_that_begin_alike(base: Path, tmp_path: Path) -> None:
+    def told(*overrides: str, starts: Path | None = tmp_path) -> dict[str, Any]:
+        settings = offline(base, "validation.completions=32", "validation.evaluate_every=2", *overrides)
+        tree = run(settings, quiet=True, starts=starts)
+        return {name: tree[name] for name in ("stages", "curve")}
+
+    plain = told(starts=None)
+    assert told() == plain
+    (kept,) = tmp_path.iterdir()
+    before = kept.stat().st_mtime_ns
+    other = told("policies.tab.train.lr=1e-2")  # learns otherwise, begins alike
+    assert other["stages"][0] == plain["stages"][0]
+    assert other["stages"][-1] != plain["stages"][-1]
+    assert [one.stat().st_mtime_ns for one in tmp_path.iterdir()] == [before]
+    for begins in ("validation.seed=1", "validation.tastes=[long]", "validation.report_temperature=0.5"):
+        told(begins)
+    assert len(list(tmp_path.iterdir())) == 4
+
+
 @pytest.mark.parametrize(
     ("overrides", "said"),
     [

@@ -32,12 +32,13 @@ from onlinerl.learning.learner import Learner
 from onlinerl.learning.log import RunLog
 from onlinerl.learning.rewards import RewardTable, auto_tau
 from onlinerl.records import Sample, Scored, Verdict
-from onlinerl.validate import data, evaluate, forgetting, warmstart
+from onlinerl.validate import data, evaluate, forgetting, starts, warmstart
 from onlinerl.validate.engine import LocalEngine
 from onlinerl.validate.evaluate import Scores
 from onlinerl.validate.raters import JudgeRater, Rater, UserRater, reported
 from onlinerl.validate.report import Point, Report, Stage
 from onlinerl.validate.rollouts import Answer, Rollouts
+from onlinerl.validate.starts import Start
 
 TAU_COMPLETIONS = 128
 """Completions of the start's weights that τ under `auto` is measured on."""
@@ -115,7 +116,10 @@ def check(settings: config.Settings) -> None:
 class Course:
     """One offline run. `go` runs it and gives its report; the weights are then the last good ones."""
 
-    def __init__(self, settings: config.Settings, model: Path, log: RunLog) -> None:
+    def __init__(
+        self, settings: config.Settings, model: Path, log: RunLog, starts: Path | None = None
+    ) -> None:
+        self.starts = starts
         self.settings = settings.validation
         self.name = policy_of(settings)
         self.policy = settings.policies[self.name]
@@ -453,13 +457,10 @@ class Course:
         """Measure the engine's weights on all held-out prompts."""
         self.log.note(f"measuring {name} on {len(self.test)} held-out prompts")
         with self.clock.spend("evaluation"):
-            scores = {
-                "greedy": self._scores(self.test, 0.0, SHOWN),
-                "sampled": self._scores(self.test, self.temperature, SHOWN),
-            }
-            losses = self._losses()
+            found = self._start() if name == "base" else self._measured()
+        scores, losses = found.scores, found.losses
         if not self._base_scores:
-            self._base_scores = scores
+            self._base_scores = dict(scores)
             accept = scores["sampled"].columns["accept"]
             given = self.settings.tau_report
             self.tau_report = 0.5 * sum(accept) / len(accept) if given is None else given
@@ -479,8 +480,36 @@ class Course:
         )
         self.stages.append(made)
         if name == "base" and self.settings.evaluate_every:
-            self._point()
+            few = self.settings.evaluate_prompts
+            self._add_point({how: one.first(few) for how, one in scores.items()})
         self.log.event("stage", stage=name, step=step, **made.summary())
+
+    def _measured(self) -> Start:
+        scores = {
+            "greedy": self._scores(self.test, 0.0, SHOWN),
+            "sampled": self._scores(self.test, self.temperature, SHOWN),
+        }
+        return Start(scores, self._losses())
+
+    def _start(self) -> Start:
+        """The base's measure: that of another run which began alike, where there was one."""
+        if self.starts is None:
+            return self._measured()
+        sampling = self.policy.sampling
+        mine = self.settings
+        facts = {
+            "sampling": [self.temperature, sampling.top_p, sampling.max_tokens, mine.seed],
+            "numbers": [self.device.type, str(self.dtype), self.policy.engine.dtype, mine.quantise],
+            "judges": [mine.judge.model_dump(mode="json"), mine.report_judge.model_dump(mode="json")],
+            "tastes": repr(self.tastes),
+            "forgetting": mine.forgetting_prompts,
+        }
+        key = starts.name(self.model, self.test, facts)
+        found = starts.read(self.starts, key)
+        if found is None:
+            found = self._measured()
+            starts.keep(self.starts, key, found)
+        return found
 
     def _losses(self) -> dict[str, forgetting.Loss]:
         """What the live weights forgot: the losses on plain code and on the authors' middles."""
@@ -512,6 +541,9 @@ class Course:
             if before != self.step:
                 self.engine.forget(self.step)
                 self.engine_version = before
+        self._add_point(scores)
+
+    def _add_point(self, scores: Mapping[str, Scores]) -> None:
         metrics = {how: one.estimates(self.tau_report) for how, one in scores.items()}
         self.curve.append(Point(self.step, self.completions, metrics))
         flat = {f"{how}/{name}": one.mean for how, all_ in metrics.items() for name, one in all_.items()}

@@ -79,6 +79,11 @@ class Scores:
         """Each prompt's file; prompts without one stand alone."""
         return [one.path or str(place) for place, one in enumerate(self.prompts)]
 
+    def first(self, count: int) -> Scores:
+        """Those of the first prompts alone."""
+        columns = {name: column[:count] for name, column in self.columns.items()}
+        return Scores(self.prompts[:count], columns, self.faults)
+
     def estimates(self, tau: float) -> dict[str, Estimate]:
         """All metrics. `reward` is per opportunity under τ: accept − τ where something was shown, else 0."""
         ones = [1.0] * len(self.prompts)

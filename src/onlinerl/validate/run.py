@@ -20,11 +20,12 @@ from onlinerl.validate.save import save
 from onlinerl.weights.models import resolve_model
 
 
-def run(settings: config.Settings, *, quiet: bool = False) -> dict[str, Any]:
+def run(settings: config.Settings, *, quiet: bool = False, starts: Path | None = None) -> dict[str, Any]:
     """Do what `settings.validation` says; returns what report.json holds.
 
-    `quiet`: nothing on standard output. An older report of the same name is replaced. Raises SettingsError,
-    ModelError, RunError; a guard that trips is no error here: the report tells it.
+    `quiet`: nothing on standard output. `starts`: folder of what models were worth before they learned, for
+    runs that begin alike: the first measures it. An older report of the same name is replaced. Raises
+    SettingsError, ModelError, RunError; a guard that trips is no error here: the report tells it.
     """
     check(settings)
     mine = settings.validation
@@ -39,7 +40,7 @@ def run(settings: config.Settings, *, quiet: bool = False) -> dict[str, Any]:
         for words in costs(settings):
             log.event("cost", text=words)
             print(words, file=sys.stderr)
-        course = Course(settings, model, log)
+        course = Course(settings, model, log, starts)
         try:
             report = course.go()
             tree = report.write(folder, settings, course.device)
