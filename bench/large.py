@@ -357,7 +357,7 @@ def ours(job: Job, emit: Emit) -> None:
                     if tokens < case.size:
                         row["failed"] = "out of memory"
                     side = Ours(policy, tokens, job.contexts[0].samples)
-                    clear()
+                clear()
                 if "mfu" in row or "failed" in row:
                     break
             row |= {"microbatch_tokens": side.learner.plan.row, "recompute": side.learner.plan.recompute,
@@ -423,6 +423,8 @@ def trl(job: Job, emit: Emit) -> None:
                         micro //= 2
                     else:
                         row["failed"] = "out of memory with one sample"
+                except batches.FAULTS as fault:  # the other ways may do
+                    row["failed"] = f"{type(fault).__name__}: {str(fault)[:300]}"
                 else:
                     row["samples_at_once"] = micro
                 side.optimizer.zero_grad(set_to_none=True)

@@ -521,7 +521,7 @@ def test_newer_manifests_and_other_places_are_refused(root: str, base: Version) 
     with pytest.raises(WeightsError, match="not supported"):
         directory.read_manifest("s3://bucket/tab/000000")
     path = Path(base.url) / "manifest.json"
-    path.write_text(path.read_text().replace('"format": 1', '"format": 2'))
+    path.write_text(path.read_text().replace('"format": 1', '"format": 3'))
     with pytest.raises(WeightsError, match="newer onlinerl"):
         directory.read_manifest(base.url)
 

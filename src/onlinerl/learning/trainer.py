@@ -122,7 +122,7 @@ class Trainer(Worker[Scored, None]):
             folder, device, dtype_of(self.train, device), lora, self.train.seed, compile=self.train.compile
         )
         for text in made.fallbacks:
-            self.log.event("warning", text=f"{self.policy}@{version}: {text}")
+            self.log.event("warning", batch=self.batch, text=f"{self.policy}@{version}: {text}")
         return made
 
     def _begin(self, version: int) -> PolicyModel:
@@ -143,11 +143,13 @@ class Trainer(Worker[Scored, None]):
             if policy.adapter.fits(saved):
                 policy.adapter.load(saved.tensors)
                 return policy
+        if self._manifest(version).adapter_base is not None:
+            name = f"{self.policy}@{version}"
             self.log.event(
                 "warning",
                 batch=self.batch,
-                text=f"the adapter of {self.policy}@{version} has another rank, alpha or other targets than "
-                f"train.lora: a new one begins on {self.policy}@{version}",
+                text=f"the adapter of {name} has another rank, alpha or other targets than train.lora, or "
+                f"what it was put on is gone: a new one begins on {name}",
             )
         self.base = version
         return self._model(version, lora)
@@ -156,10 +158,13 @@ class Trainer(Worker[Scored, None]):
         """The version that a version's adapter is relative to, and the adapter; None: it has none, or what it
         is relative to is gone."""
         place = directory.folder(self.root, self.policy, version)
-        base = directory.read_manifest(str(place)).adapter_base
+        base = self._manifest(version).adapter_base
         if base is None or not (directory.folder(self.root, self.policy, base) / directory.MANIFEST).exists():
             return None
         return base, adapters.read(place / directory.ADAPTER)
+
+    def _manifest(self, version: int) -> directory.Manifest:
+        return directory.read_manifest(str(directory.folder(self.root, self.policy, version)))
 
     def _other(self, version: int) -> Scorer:
         """A version to compare with: on the weights in memory where they are its base, else loaded."""
@@ -252,9 +257,7 @@ class Trainer(Worker[Scored, None]):
 
     def _stored_names(self) -> dict[str, torch.dtype]:
         """Tensors of a version of this model and their number formats: those of the parent."""
-        manifest = directory.read_manifest(
-            str(directory.folder(self.root, self.policy, self.run_record.parent))
-        )
+        manifest = self._manifest(self.run_record.parent)
         have = self.learner.policy.state()
         for name, entry in manifest.tensors.items():
             if name not in have or tuple(have[name].shape) != entry.shape or entry.dtype not in _DTYPES:
