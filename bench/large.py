@@ -37,12 +37,16 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from bench.trainer import Ours, Theirs, environment, made_up, scored_by, timed
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from transformers import AutoModelForCausalLM, Qwen2Config
 
 from onlinerl import config
@@ -170,16 +174,57 @@ def _count(shape: Mapping[str, Any]) -> dict[str, int]:
     return {"layers' linear maps (N)": layers, "head (H·V)": shape["hidden_size"] * shape["vocab_size"]}
 
 
-def _ceilings() -> dict[str, float]:
+def _ceilings() -> dict[str, Any]:
     """TFLOP/s of bf16 products of random numbers, large ones and the model's largest, and TB/s of a copy."""
-    found = {}
+    found: dict[str, Any] = {}
     for name, (m, k, n) in {"8192³": (8192, 8192, 8192), "32768×1536×8960": (32768, 1536, 8960)}.items():
         a, b = (torch.randn(*size, device="cuda", dtype=torch.bfloat16) for size in ((m, k), (k, n)))
         found[f"matmul {name} TFLOP/s"] = round(2 * m * k * n / _seconds(lambda a=a, b=b: a @ b) / 1e12, 1)  # type: ignore[misc]
     block = torch.empty(2**31, device="cuda", dtype=torch.uint8)
     other = torch.empty_like(block)
     found["copy TB/s"] = round(2 * block.numel() / _seconds(lambda: other.copy_(block)) / 1e12, 2)
+    return found | _attentions()
+
+
+def _attentions() -> dict[str, Any]:
+    """TFLOP/s of causal attention, forward and backward, by the kernels that torch offers for it."""
+    heads, groups, head = 12, 2, 128
+    found: dict[str, Any] = {}
+    for count, size in ((32, 1024), (4, 8192)):
+        leaves = [
+            torch.randn(count, n, size, head, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+            for n in (heads, groups, groups)
+        ]
+        bounds = torch.arange(0, (count + 1) * size, size, device="cuda", dtype=torch.int32)
+        for name, way in {
+            "packed": partial(_packed, bounds, size),
+            "lines, flash": partial(_lined, SDPBackend.FLASH_ATTENTION),
+            "lines, cuDNN": partial(_lined, SDPBackend.CUDNN_ATTENTION),
+        }.items():
+            try:
+                took = _seconds(partial(_both, way, leaves))
+                rate: Any = round(6 * heads * head * size * size * count / took / 1e12, 1)
+            except batches.FAULTS as fault:  # a kernel that is not there for these shapes
+                rate = str(fault)[:200]
+            found[f"attention {count}×{size}, {name}"] = rate
     return found
+
+
+def _packed(bounds: Tensor, size: int, *leaves: Tensor) -> Tensor:
+    if batches.varlen is None:
+        raise ImportError("this torch has no attention for packed sequences")
+    rows = [leaf.transpose(1, 2).flatten(0, 1) for leaf in leaves]
+    return batches.varlen(*rows, bounds, bounds, size, size)
+
+
+def _lined(kind: SDPBackend, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    with sdpa_kernel(kind):
+        return F.scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=True)
+
+
+def _both(way: Callable[..., Tensor], leaves: Sequence[Tensor]) -> None:
+    out = way(*leaves)
+    torch.autograd.grad(out, leaves, torch.ones_like(out))
 
 
 def _seconds(work: Callable[[], Any]) -> float:
@@ -203,10 +248,14 @@ def samples_of(folder: Path, case: Context) -> list[Sample]:
         json.loads((folder / f"{case.name}.json").read_text(encoding="utf-8"))
     ):
         blank = made_up(rng, number, 2, len(answer), (1, 1))
-        values = {name: getattr(blank, name) for name in Sample.__slots__}
-        values |= {"prompt_ids": tuple(prompt), "completion_ids": tuple(answer),
-                   "behavior_logprobs": tuple(logprobs)}  # fmt: skip
-        rows.append(Sample(**values))
+        rows.append(
+            replace(
+                blank,
+                prompt_ids=tuple(prompt),
+                completion_ids=tuple(answer),
+                behavior_logprobs=tuple(logprobs),
+            )
+        )
     return rows
 
 
@@ -308,7 +357,7 @@ def ours(job: Job, emit: Emit) -> None:
                     if tokens < case.size:
                         row["failed"] = "out of memory"
                     side = Ours(policy, tokens, job.contexts[0].samples)
-                    clear()
+                clear()
                 if "mfu" in row or "failed" in row:
                     break
             row |= {"microbatch_tokens": side.learner.plan.row, "recompute": side.learner.plan.recompute,
@@ -374,6 +423,8 @@ def trl(job: Job, emit: Emit) -> None:
                         micro //= 2
                     else:
                         row["failed"] = "out of memory with one sample"
+                except batches.FAULTS as fault:  # the other ways may do
+                    row["failed"] = f"{type(fault).__name__}: {str(fault)[:300]}"
                 else:
                     row["samples_at_once"] = micro
                 side.optimizer.zero_grad(set_to_none=True)
@@ -470,7 +521,7 @@ def run(given: argparse.Namespace) -> None:
         "tokens_per_step": given.tokens,
         "rank": RANK,
         "peak": PEAK,
-        **environment(device_here(), "torch", "transformers", "peft", *sides[-1:]),
+        **environment(device_here(), "torch", "transformers", "peft", *(["trl"] if "trl" in sides else [])),
         "rows": [],
         "wrong": [],
     }  # fmt: skip

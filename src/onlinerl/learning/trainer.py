@@ -125,7 +125,7 @@ class Trainer(Worker[Scored, None]):
             folder, device, dtype_of(self.train, device), lora, self.train.seed, compile=self.train.compile
         )
         for text in made.fallbacks:
-            self.log.event("warning", text=f"{self.policy}@{version}: {text}")
+            self.log.event("warning", batch=self.batch, text=f"{self.policy}@{version}: {text}")
         return made
 
     def _begin(self, version: int) -> PolicyModel:
