@@ -265,6 +265,9 @@ class Train(Node):
     over the other answers of the same request (GRPO), so requests need `n` > 1."""
     lr: Positive = 3e-5
     """AdamW's learning rate; 2e-6 suits 1.5 B parameters, 3e-5 the 27 M default model."""
+    warmup: Annotated[int, Field(ge=0)] = 0
+    """Optimiser steps over which the learning rate rises to its value where an optimiser begins anew: Adam's
+    first steps are as large as its later ones, however little it has seen."""
     batch: Count = 32
     """Samples of one step."""
     minibatches: Annotated[int, Field(ge=1, le=4)] = 2

@@ -6,6 +6,7 @@ import itertools
 import random
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -124,12 +125,12 @@ class Learner:
         # Adam's step does not shrink with the evidence: three verdicts would move the weights as far as a
         # full batch does. The last batch of a run earns its share of a step.
         share = min(1.0, len(batch) / self.train.batch)
-        for group in self.optimizer.param_groups:
-            group["lr"] = self.lr * share
         minibatches = self._plan(samples, advantage, number)
         totals = Totals()
         self._prepare(minibatches, samples)
         for parts in minibatches:
+            for group in self.optimizer.param_groups:
+                group["lr"] = self.lr * share * self._risen()
             if not self._minibatch(parts, bands, totals):
                 # A first forward pass found sequences to leave out, so the denominator was wrong.
                 self._minibatch(parts, bands, totals)
@@ -171,6 +172,13 @@ class Learner:
         return losses.self_normalised_reward(ratio, torch.tensor([scored.reward for scored in held]))
 
     # ---------------------------------------------------------------------------------------- pieces
+
+    def _risen(self) -> float:
+        """Share of the learning rate that the next optimiser step has, by the steps that it made so far."""
+        if not self.train.warmup:
+            return 1.0
+        state: Mapping[str, Any] = next(iter(self.optimizer.state.values()), {})
+        return min(1.0, (float(state.get("step", 0.0)) + 1.0) / self.train.warmup)
 
     def _fit(self, samples: Sequence[Sample]) -> None:
         """Plan what a row holds, and whether activations are kept, by the memory that is free."""
