@@ -430,6 +430,8 @@ def ablations() -> Study:
         "default": (),
         "no baseline, same τ": (f"{TRAIN}mode=raw", "policies.tab.rewards.tau=0.025"),
         "no normalisation": (f"{TRAIN}normalise=false",),
+        "advantages to ±10, not ±3": (f"{TRAIN}advantage_limit=10",),
+        "warm-up over 20 steps": (f"{TRAIN}warmup=20",),
         "no KL term": (f"{TRAIN}kl_coefficient=0",),
         "τ = 0": ("policies.tab.rewards.tau=0",),
         "τ = 0.25": ("policies.tab.rewards.tau=0.25",),
@@ -499,6 +501,54 @@ def precision() -> Study:
     )
 
 
+def tune() -> Study:
+    """The same grid for every recipe, before the headline, on other prompts of the same files."""
+    recipes = {
+        **{arm: words for arm, words in RECIPES.items() if arm[1] in "acd"},
+        "(c) with advantages to ±10": (f"{TRAIN}advantage_limit=10",),
+        "(c) with warm-up over 20 steps": (f"{TRAIN}warmup=20",),
+        "(c) with both": (f"{TRAIN}advantage_limit=10", f"{TRAIN}warmup=20"),
+    }
+    runs = [
+        Run(
+            "tune",
+            f"{arm} · lr {rate}, batch {batch}",
+            0,
+            (
+                *words,
+                lr(rate),
+                f"{TRAIN}batch={batch}",
+                f"validation.evaluate_every={1536 // batch}",
+                *OTHERS,
+            ),
+        )
+        for rate in RATES
+        for batch in (64, 192)
+        for arm, words in recipes.items()
+    ]
+    return Study(
+        "tune",
+        "One grid of learning rate and batch for every recipe, one run each, before the headline",
+        tuple(runs),
+        (
+            *columns("sampled", *SHORT),
+            *columns("greedy", "reward", "judge/report"),
+            Column("largest.kl", "largest KL", ".2f", "extras"),
+            Column("mean.clip_fraction", "clipped", ".2%", "extras"),
+        ),
+        curves=("sampled.reward", "greedy.reward", "sampled.shown"),
+    )
+
+
+def size(batch: int) -> tuple[str, ...]:
+    """A batch, with a point of the curve after as many completions as with any other."""
+    return (f"{TRAIN}batch={batch}", f"validation.evaluate_every={1536 // batch}")
+
+
+OTHERS = ("validation.data_seed=1", "validation.forgetting_prompts=0", "validation.test_prompts=600")
+"""Prompts at other places of the files, so that nothing is chosen by what is reported later."""
+
+
 # ------------------------------------------------------------------------------------------- guards
 
 
@@ -563,6 +613,7 @@ def studies() -> tuple[Study, ...]:
         generalise(),
         supervised(),
         precision(),
+        tune(),
     )
 
 

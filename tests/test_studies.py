@@ -17,12 +17,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from studies import catalogue, intervals, performer, plan, plots, tables, workers
+import torch
+from studies import catalogue, intervals, performer, plan, plots, sabotage, tables, workers
 from studies.plan import Column, Outcome, Run, Study
 from studies.workers import Work
 
+from onlinerl import config
 from onlinerl.datasets import fim
 from onlinerl.datasets.splits import library
+from onlinerl.learning.rewards import RewardTable, examples
+from onlinerl.records import Verdict
 
 ROOT = Path(__file__).parents[1]
 SERVING = ("fastapi", "sqlalchemy", "alembic", "structlog", "uvicorn", "aiohttp", "uvloop", "httptools")
@@ -204,6 +208,28 @@ def test_arms_without_curves_are_marks(tmp_path: Path) -> None:
     assert plots.draw(tables.summarise(replace(MADE, curves=()), plain, {}), tmp_path / "marks.png")
     assert not plots.draw(tables.summarise(MADE, [], {}), tmp_path / "none.png")
     assert not (tmp_path / "none.png").exists()
+
+
+# -------------------------------------------------------------------------------------- the sabotages
+
+
+def test_a_gradient_is_spoiled_once_and_what_was_patched_is_put_back() -> None:
+    weight = torch.nn.Parameter(torch.ones(3))
+    clip = torch.nn.utils.clip_grad_norm_
+    norms = []
+    with sabotage.KINDS["nan"]():
+        for _ in range(sabotage.AFTER + 1):
+            weight.grad = torch.ones(3)
+            norms.append(float(torch.nn.utils.clip_grad_norm_([weight], 1.0)))
+    assert [place for place, norm in enumerate(norms) if math.isnan(norm)] == [sabotage.AFTER - 1]
+    assert torch.nn.utils.clip_grad_norm_ is clip
+
+
+def test_a_flipped_reward_pays_refusals_more() -> None:
+    settings = config.Rewards(function="studies.sabotage:flipped", weights={"verdict": 0.0})
+    table = RewardTable.of(settings, tau=0.1)
+    paid = {one.verdict: table.score(one).reward for one in examples()}
+    assert paid[Verdict.ACCEPTED] < paid[Verdict.REJECTED]
 
 
 # ---------------------------------------------------------------------------------------- the workers

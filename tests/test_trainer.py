@@ -499,6 +499,9 @@ def test_a_batch_that_is_not_full_earns_its_share_of_a_step(model: Path, tmp_pat
     few = moved("few", 3)
     full = moved("full", 3, "policies.tab.train.batch=3")
     assert 0 < few < full / 4
+    # and neither is the first step of an optimiser that rises over a hundred as large as the hundredth
+    risen = moved("risen", 3, "policies.tab.train.batch=3", "policies.tab.train.warmup=100")
+    assert 0 < risen < full / 100
 
 
 def test_policy_that_falls_silent_is_halted(model: Path, tmp_path: Path) -> None:

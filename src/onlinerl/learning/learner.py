@@ -6,6 +6,7 @@ import itertools
 import random
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -91,8 +92,6 @@ class Learner:
         )
         """How batches go through the model; on a GPU set by the first batch, and again by longer ones."""
         self._planned = 0
-        self._share = 1.0
-        """Of a full batch's step, in the batch at hand."""
         self.parameters = policy.parameters()
         self.lr = train.lr if policy.adapter is None else train.lora.lr or train.lr
         self.optimizer = torch.optim.AdamW(
@@ -125,11 +124,13 @@ class Learner:
         self._fit(samples)
         # Adam's step does not shrink with the evidence: three verdicts would move the weights as far as a
         # full batch does. The last batch of a run earns its share of a step.
-        self._share = min(1.0, len(batch) / self.train.batch)
+        share = min(1.0, len(batch) / self.train.batch)
         minibatches = self._plan(samples, advantage, number)
         totals = Totals()
         self._prepare(minibatches, samples)
         for parts in minibatches:
+            for group in self.optimizer.param_groups:
+                group["lr"] = self.lr * share * self._risen()
             if not self._minibatch(parts, bands, totals):
                 # A first forward pass found sequences to leave out, so the denominator was wrong.
                 self._minibatch(parts, bands, totals)
@@ -171,6 +172,14 @@ class Learner:
         return losses.self_normalised_reward(ratio, torch.tensor([scored.reward for scored in held]))
 
     # ---------------------------------------------------------------------------------------- pieces
+
+    def _risen(self) -> float:
+        """Share of the learning rate that the next optimiser step has, by the steps that it made so far.
+
+        The count lies in the optimiser's state, so a run that resumes or inherits one does not begin anew.
+        """
+        state: Mapping[str, Any] = next(iter(self.optimizer.state.values()), {})
+        return min(1.0, (float(state.get("step", 0.0)) + 1.0) / (self.train.warmup + 1))
 
     def _fit(self, samples: Sequence[Sample]) -> None:
         """Plan what a row holds, and whether activations are kept, by the memory that is free."""
@@ -323,8 +332,6 @@ class Learner:
         value = sum(torch.stack(values).tolist())
         norm = torch.nn.utils.clip_grad_norm_(list(self.parameters.values()), self.train.gradient_clip).item()
         bands.gradient(norm, value)
-        for group in self.optimizer.param_groups:
-            group["lr"] = self.lr * self._share * self._warmth()
         self.optimizer.step()
         totals.add("steps", 1)
         totals.add("loss", value)
@@ -334,14 +341,6 @@ class Learner:
             for name, number in zip(SUMS, row, strict=True):
                 totals.add(name, number)
         return True
-
-    def _warmth(self) -> float:
-        """Share of the learning rate in the next step. Adam divides by the spread of gradients that it has
-        hardly seen at first, so its first steps are its largest: about the learning rate in every
-        weight, whatever the evidence. The count of steps lies in the optimiser's state, so a run that resumes
-        or inherits one does not begin anew."""
-        first = next(iter(self.optimizer.state.values()), {"step": 0.0})
-        return min(1.0, (float(first["step"]) + 1) / (self.train.warmup + 1))
 
     def _keep(self, part: Part) -> Tensor:
         """Judged tokens whose sequence is not vetoed; all of them while π_prox is unknown."""
