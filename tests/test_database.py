@@ -328,7 +328,7 @@ async def test_a_busy_writer_lets_others_write(tmp_path: Path) -> None:
         await asyncio.gather(*users)
         await writer.close()
     assert len(waits) == 10
-    assert sum(waits) < 2.0  # single ones took up to 3 s where SQLite's own waiting was left to it
+    assert sum(waits) < 5.0  # single ones took up to 3 s where SQLite's own waiting was left to it
 
 
 async def test_the_lock_is_waited_for_and_then_given_up(
