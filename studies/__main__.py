@@ -2,6 +2,7 @@
 
     python -m studies STUDY [STUDY …] --processes N --gpus G --budget SECONDS --out DIR
     python -m studies report DIR --to docs/results
+    python -m studies execute DIR --to docs/results
     python -m studies list
 
 A killed or timed-out command keeps every finished run; the same command with `--resume` makes the others.
@@ -25,6 +26,10 @@ def main(words: list[str] | None = None) -> int:
     words = sys.argv[1:] if words is None else words
     if words[:1] == ["report"]:
         return report(words[1:])
+    if words[:1] == ["execute"]:
+        from studies import executed
+
+        return executed.main(words[1:])
     parser = argparse.ArgumentParser(prog="python -m studies", description=__doc__.split("\n")[0])
     parser.add_argument(
         "studies", nargs="+", metavar="STUDY", help=f"{', '.join(catalogue.NAMES)}; all; list"
@@ -41,6 +46,11 @@ def main(words: list[str] | None = None) -> int:
     )
     parser.add_argument(
         "--set", action="append", default=[], metavar="SETTING=VALUE", help="for every run, before its own"
+    )
+    parser.add_argument(
+        "--sites",
+        type=Path,
+        help="what `python -m onlinerl.validate.execution prompts` wrote: trained models complete it",
     )
     parser.add_argument("--small", action="store_true", help="a tiny model and few completions: a rehearsal")
     given = parser.parse_args(words)
@@ -84,7 +94,7 @@ def perform(given: argparse.Namespace, names: list[str]) -> int:
             del done[run.key]  # its model is not here any more, and another run starts from it
     runs = [run for run in runs if run.key not in done]
     began = time.monotonic()
-    performer.lay_out(out, small=given.small, every=given.set)
+    performer.lay_out(out, small=given.small, every=given.set, sites=given.sites)
     call = {
         "command": f"python -m studies {shlex.join(sys.argv[1:])}",
         "gpus": given.gpus,

@@ -64,9 +64,15 @@ SMALL = (
 """Settings of a rehearsal, after the run's own."""
 
 
-def lay_out(out: Path, *, small: bool = False, every: Sequence[str] = ()) -> None:
+SITES = "execution-prompts.jsonl"
+
+
+def lay_out(out: Path, *, small: bool = False, every: Sequence[str] = (), sites: Path | None = None) -> None:
     """Write what the runs share into `out`; prompts and models that are there stay. `every`: settings of all
-    runs, before their own."""
+    runs, before their own. `sites`: prompts whose completions are run somewhere else."""
+    out.mkdir(parents=True, exist_ok=True)
+    if sites is not None:
+        shutil.copyfile(sites, out / SITES)
     prompts = out / "prompts"
     prompts.mkdir(parents=True, exist_ok=True)
     if not (prompts / "other.jsonl").exists():
@@ -256,21 +262,22 @@ SITE_TOKENS = 96
 """Longest completion of a site: four lines."""
 
 
-def execution(saved: Path, settings: Settings, run: Run, out: Path) -> dict[str, float]:
-    """Complete the sites of `out/execution-prompts.jsonl` and write `out/execution/RUN.T.json`, for
-    `python -m onlinerl.validate.execution run` on a machine that has their tests. Without that file none."""
+def execution(saved: Path, settings: Settings, run: Run, out: Path) -> dict[str, Any]:
+    """Complete the prompts of `--sites` and write `out/execution/RUN.T.json`, for
+    `python -m studies execute` on a machine that has their tests. Without that file none."""
     from onlinerl.validate.engine import LocalEngine
     from onlinerl.validate.rollouts import Rollouts
 
-    file = out / "execution-prompts.jsonl"
+    file = out / SITES
     if not file.exists():
-        return {"sites": 0}
+        return {"sites": 0, "files": []}
     names = [json.loads(line)["id"] for line in file.read_text(encoding="utf-8").splitlines()]
     prompts = fim.read(file)
     engine = LocalEngine(settings.policies["tab"].engine, batch=64, threads=1)
     try:
         engine.read(0, saved)
         rollouts = Rollouts(engine, saved, "tab", seed=run.seed)
+        files = []
         for temperature in SITE_TEMPERATURES:
             answers = rollouts.answers(
                 prompts, 0, temperature=temperature, top_p=1.0, max_tokens=SITE_TOKENS, seed="site"
@@ -279,12 +286,13 @@ def execution(saved: Path, settings: Settings, run: Run, out: Path) -> dict[str,
             path = out / "execution" / f"{_slug(run.key)}.T{temperature:g}.json"
             path.parent.mkdir(exist_ok=True)
             path.write_text(json.dumps(made, ensure_ascii=False), encoding="utf-8")
+            files.append(path.name)
     finally:
         engine.stop()
-    return {"sites": len(prompts)}
+    return {"sites": len(prompts), "files": files}
 
 
-EXTRAS: Mapping[str, Callable[[Path, Settings, Run, Path], Mapping[str, float]]] = {
+EXTRAS: Mapping[str, Callable[[Path, Settings, Run, Path], Mapping[str, Any]]] = {
     "weights": weights,
     "execution": execution,
 }

@@ -18,7 +18,7 @@ from typing import Any
 
 import pytest
 import torch
-from studies import catalogue, intervals, performer, plan, plots, sabotage, tables, workers
+from studies import catalogue, executed, intervals, performer, plan, plots, sabotage, tables, workers
 from studies.plan import Column, Outcome, Run, Study
 from studies.workers import Work
 
@@ -208,6 +208,33 @@ def test_arms_without_curves_are_marks(tmp_path: Path) -> None:
     assert plots.draw(tables.summarise(replace(MADE, curves=()), plain, {}), tmp_path / "marks.png")
     assert not plots.draw(tables.summarise(MADE, [], {}), tmp_path / "none.png")
     assert not (tmp_path / "none.png").exists()
+
+
+def test_pass_rates_are_told_against_the_base(tmp_path: Path) -> None:
+    def made(arm: str, seed: int, passed: dict[str, float]) -> Outcome:
+        name = f"{arm}-{seed}.T0.2.json"
+        rate = {"mean": sum(passed.values()) / 4, "low": 0.1, "high": 0.9, "sites": 4}
+        result = {"passed": passed, "pass_at_1": rate, "unseen": rate, "exact": 1, "empty": 0}
+        place = executed.result_of(tmp_path, name)
+        place.parent.mkdir(exist_ok=True)
+        place.write_text(json.dumps(result))
+        return Outcome("s", arm, seed, "finished", "", 1.0, extras={"execution.files": [name]})
+
+    sites = ("a.py:1", "a.py:2", "b.py:1", "b.py:2")
+    outcomes = [
+        made("base", 0, dict(zip(sites, (0.0, 0.0, 1.0, 0.0), strict=True))),
+        made("(c)", 0, dict(zip(sites, (1.0, 0.0, 1.0, 0.0), strict=True))),
+        made("(c)", 1, dict(zip(sites, (1.0, 0.0, 1.0, 1.0), strict=True))),
+    ]
+    base, ours = executed.summarise(outcomes, tmp_path)["rows"]
+    assert (base["pass_at_1"], base["low"], base["high"]) == (0.25, 0.1, 0.9)
+    assert "gain" not in base
+    assert ours["pass_at_1"] == pytest.approx(0.625)
+    # a.py gains 1 at one of its sites, b.py half at one of its: (1 + 0.5) / 4
+    assert ours["gain"][0] == pytest.approx(0.375)
+    text = executed.markdown(executed.summarise(outcomes, tmp_path))
+    assert "| (c) | 0.2 | 2 | 62.5%" in text
+    assert "+37.5%" in text
 
 
 # -------------------------------------------------------------------------------------- the sabotages
