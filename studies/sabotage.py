@@ -9,7 +9,7 @@ from typing import Any
 
 from onlinerl.records import Sample, Verdict
 
-AFTER = 20
+AFTER = 5
 """Optimiser steps that go well before the sabotage."""
 _WORTH: Mapping[Verdict, float] = {Verdict.ACCEPTED: 1.0, Verdict.REJECTED: 0.0}
 
