@@ -496,8 +496,8 @@ def test_a_batch_that_is_not_full_earns_its_share_of_a_step(model: Path, tmp_pat
         (step,) = events(settings, kind="version")
         return float(step["kl"])
 
-    few = moved("few", 3)
-    full = moved("full", 3, "policies.tab.train.batch=3")
+    few = moved("few", 3, "policies.tab.train.warmup=0")
+    full = moved("full", 3, "policies.tab.train.warmup=0", "policies.tab.train.batch=3")
     assert 0 < few < full / 4
     # and neither is the first step of an optimiser that rises over a hundred as large as the hundredth
     risen = moved("risen", 3, "policies.tab.train.batch=3", "policies.tab.train.warmup=100")
