@@ -151,6 +151,7 @@ def demo_settings(given: Settings) -> Settings:
                     # three times the entropy, and at this rate the policy moves far within a few batches,
                     # so young samples teach most.
                     "minibatches": 1,
+                    "warmup": 0,  # of three dozen steps, ten are too many to begin slowly
                     "version_every": 3,
                     "staleness": 1,
                     "holdout": 0.05,
