@@ -30,7 +30,8 @@ from onlinerl.validate import evaluate
 from onlinerl.validate.__main__ import main
 from onlinerl.validate.course import Course, check
 from onlinerl.validate.engine import LocalEngine, int8_round_trip
-from onlinerl.validate.evaluate import Estimate, Scores, ratio
+from onlinerl.validate.estimates import Estimate, ratio
+from onlinerl.validate.evaluate import Scores
 from onlinerl.validate.raters import JudgeRater, UserRater
 from onlinerl.validate.report import Report
 from onlinerl.validate.rollouts import Answer, Rollouts
