@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from aiohttp import web
 from hypothesis import example, given
 from hypothesis import strategies as st
 
@@ -316,6 +317,24 @@ async def test_a_key_in_an_error_does_not_get_into_the_reason(server: Endpoint) 
     found = await one(server)
     assert KEY not in found.reason
     assert "***" in found.reason
+
+
+async def test_a_key_in_an_answer_does_not_get_into_the_reason(server: Endpoint) -> None:
+    server.rest = lambda body: said(
+        f"You said Bearer {'x' * 50}{KEY}"
+    )  # also where the reason is cut within it
+    found = await one(server)
+    assert KEY[:4] not in found.reason
+    assert "no grade in the answer" in found.reason
+
+
+async def test_answers_that_are_too_large_or_nested_too_deeply_are_no_grades(server: Endpoint) -> None:
+    server.rest = lambda body: web.Response(body=b"{" + b" " * 2**21)
+    assert "more than 1,048,576 bytes" in (await one(server)).reason
+    server.rest = lambda body: web.Response(body=b"[" * 200_000)
+    assert (await one(server)).reason == "the answer is not JSON"
+    server.rest = lambda body: web.Response(body=b"[" * 200_000, status=400)
+    assert "refused with 400" in (await one(server)).reason
 
 
 @pytest.mark.parametrize(

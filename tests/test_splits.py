@@ -137,6 +137,7 @@ def test_what_is_left_out_is_counted_by_reason(tmp_path: Path) -> None:
         row(11, language="python", middle="y" * 500),
         row(12, language="python", suffix="<|fim_middle|>"),
         row(0, language="python", path="0.py"),
+        row(13, language="python", prefix="x = '\ud800"),
     ]
     path = write(tmp_path / "rows.jsonl", rows)
     found = load(path, languages=["python"], shortest=2, longest=400)
@@ -147,6 +148,7 @@ def test_what_is_left_out_is_counted_by_reason(tmp_path: Path) -> None:
         "middle too short": 1,
         "middle too long": 1,
         "holds FIM markers": 1,
+        "broken encoding": 1,
         "duplicate": 1,
     }
     with pytest.raises(SettingsError, match=r"no train prompt.*another language"):
@@ -190,14 +192,25 @@ def test_broken_files_are_clear_errors(tmp_path: Path) -> None:
     path.write_text('{"prefix": "a", "suffix": "b", "middle": "c"}\n{nope\n')
     with pytest.raises(SettingsError, match=":2: not JSON"):
         load(path)
+    for line, said in (("[" * 200_000, "nested too deeply"), ('{"x": ' + "9" * 5000 + "}", "4300 digits")):
+        path.write_text(line + "\n")
+        with pytest.raises(SettingsError, match=f":1: .*{said}"):
+            load(path)
     path.write_text("\n")
     with pytest.raises(SettingsError, match="no train prompt"):
         load(path)
     write(path, [row(1)])
-    with pytest.raises(SettingsError, match="no test prompt"):
+    with pytest.raises(SettingsError, match=r"no test prompt.*there must be several"):
         load(path)
     with pytest.raises(SettingsError, match="does not exist"):
         load(tmp_path / "nowhere")
+
+
+def test_what_an_editor_on_windows_writes_is_read(tmp_path: Path) -> None:
+    path = write(tmp_path / "rows.jsonl", [row(number) for number in range(8)])
+    path.write_bytes(b"\xef\xbb\xbf" + path.read_bytes().replace(b"\n", b"\r\n"))
+    found = load(path)
+    assert len(found.train) + len(found.test) == 8
 
 
 # ------------------------------------------------------------------------------------------- sides

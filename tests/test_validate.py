@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import json
 import math
 import os
@@ -20,17 +21,19 @@ from safetensors.torch import load_file
 from onlinerl.config import Engine, Settings, Validation, load_settings
 from onlinerl.datasets.fim import FimPrompt
 from onlinerl.datasets.users import TASTES
-from onlinerl.errors import JudgeError, SettingsError, VersionNotLoaded
+from onlinerl.errors import JudgeError, RunBusy, RunError, SettingsError, VersionNotLoaded
 from onlinerl.learning.advantages import advantages
 from onlinerl.learning.batches import PolicyModel, pack
 from onlinerl.learning.judges import Judge, Judgement, ReferenceJudge
 from onlinerl.records import Finish, FinishReason, Generation, Token, Verdict
 from onlinerl.validate import evaluate
 from onlinerl.validate.__main__ import main
-from onlinerl.validate.course import check
+from onlinerl.validate.course import Course, check
 from onlinerl.validate.engine import LocalEngine, int8_round_trip
-from onlinerl.validate.evaluate import Estimate, Scores, ratio
+from onlinerl.validate.estimates import Estimate, ratio
+from onlinerl.validate.evaluate import Scores
 from onlinerl.validate.raters import JudgeRater, UserRater
+from onlinerl.validate.report import Report
 from onlinerl.validate.rollouts import Answer, Rollouts
 from onlinerl.validate.run import run
 from tests.fims import fim_model, offline
@@ -320,6 +323,60 @@ def test_the_whole_course(base: Path, capsys: pytest.CaptureFixture[str]) -> Non
     found, expected = report(again)["stages"][0]["metrics"], tree["stages"][1]["metrics"]
     for how in ("greedy", "sampled"):  # but for the rounding to the base's number format
         assert found[how]["accept"]["mean"] == pytest.approx(expected[how]["accept"]["mean"], abs=0.1)
+
+
+def test_what_cannot_be_written_is_told_and_leaves_nothing_half_written(
+    base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "file").write_text("")
+    settings = offline(base, f"validation.save={tmp_path / 'file' / 'saved'}", "validation.name=unsaved")
+    with pytest.raises(SettingsError, match=r"validation\.save"):
+        run(settings, quiet=True)
+    assert not (settings.home / "validation" / "unsaved" / "log.jsonl").exists()  # told before it began
+    with pytest.raises(RunError, match="Not a directory"):
+        run(settings.model_copy(update={"home": tmp_path / "file"}), quiet=True)
+
+    def full(*arguments: object, **named: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr("onlinerl.validate.save.save_file", full)
+    saved = tmp_path / "saved"
+    settings = offline(base, f"validation.save={saved}", "validation.completions=48")
+    with pytest.raises(RunError, match=r"saved cannot be written.*No space left"):
+        run(settings, quiet=True)
+    assert {one.name for one in tmp_path.iterdir()} == {"file"}
+    assert (settings.home / "validation" / "offline" / "report.json").exists()
+
+
+def test_two_runs_of_one_name_do_not_mix(base: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    settings = offline(base, "validation.completions=48")
+    busy: list[str] = []
+
+    def second(self: Course) -> Report:
+        with pytest.raises(RunBusy, match=r"validation\.name"):
+            run(settings, quiet=True)
+        busy.append("told")
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(Course, "go", second)
+    with pytest.raises(KeyboardInterrupt):
+        run(settings, quiet=True)
+    assert busy
+    log = (settings.home / "validation" / "offline" / "log.jsonl").read_text().splitlines()
+    assert json.loads(log[-1])["message"] == "interrupted"
+    monkeypatch.undo()
+    assert run(settings, quiet=True)["steps"]  # an interrupted run is in nobody's way
+
+
+def test_a_missing_endpoint_costs_no_report(base: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("LLMASJUDGE_API_URL", raising=False)
+    settings = offline(base, "validation.judge.kind=llm", "validation.name=old")
+    folder = settings.home / "validation" / "old"
+    folder.mkdir(parents=True)
+    (folder / "report.json").write_text("{}")
+    with pytest.raises(SettingsError, match="LLMASJUDGE_API_URL"):
+        run(settings, quiet=True)
+    assert (folder / "report.json").read_text() == "{}"
 
 
 def test_the_same_seed_gives_the_same_course(base: Path) -> None:

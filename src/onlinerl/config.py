@@ -660,6 +660,7 @@ def reference() -> str:
         "Written by `make docs` from `config.py`; edit there. A file (`-c FILE`) is YAML; overrides after it",
         "are dotted, `policies.tab.train.lr=2e-6`, and win over the file. Unknown names are refused.",
         "Each policy has a branch of its own under `policies`; without a file there is one, named `tab`.",
+        "Where a description says what none means, none is written `null`.",
     ]
     queue: list[tuple[str, Node]] = [("", Settings())]
     while queue:

@@ -372,11 +372,15 @@ def read(path: Path) -> list[FimPrompt]:
 def json_object(line: bytes, where: str) -> dict[str, Any]:
     """A line's object. Raises SettingsError that begins with `where`."""
     try:
-        row = json.loads(line.decode("utf-8"))
+        row = json.loads(line.decode("utf-8-sig"))  # Windows writes a mark before the first line
     except UnicodeDecodeError:
         raise SettingsError(f"{where}: not UTF-8") from None
     except json.JSONDecodeError as error:
         raise SettingsError(f"{where}: not JSON: {error.msg} at column {error.colno}") from None
+    except RecursionError:
+        raise SettingsError(f"{where}: nested too deeply") from None
+    except ValueError as error:  # a number of thousands of digits
+        raise SettingsError(f"{where}: {error}") from None
     if not isinstance(row, dict):
         raise SettingsError(f"{where}: an object with prefix, suffix and middle is needed")
     return row
@@ -390,6 +394,22 @@ def _parse(line: bytes, where: str) -> FimPrompt:
     for name in ("path", "language"):
         if not isinstance(row.get(name, ""), str):
             raise SettingsError(f"{where}: {name} must be a string")
-    return FimPrompt(
+    prompt = FimPrompt(
         row["prefix"], row["suffix"], row["middle"], row.get("path", ""), row.get("language", "")
     )
+    if not encodable(prompt):
+        raise SettingsError(f"{where}: half of a surrogate pair stands alone, which is no text")
+    return prompt
+
+
+def encodable(prompt: FimPrompt) -> bool:
+    """Whether all of it is text: JSON can name half of a surrogate pair, which no tokenizer takes.
+
+    >>> encodable(FimPrompt.example()), encodable(FimPrompt("\\ud800", "", "x"))
+    (True, False)
+    """
+    try:
+        "".join((prompt.prefix, prompt.suffix, prompt.middle, prompt.path, prompt.language)).encode()
+    except UnicodeEncodeError:
+        return False
+    return True

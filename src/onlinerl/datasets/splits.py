@@ -19,6 +19,7 @@ from onlinerl.datasets.fim import (
     Split,
     collect,
     cut,
+    encodable,
     is_test,
     json_object,
     round_robin,
@@ -106,7 +107,10 @@ def load(
         skipped = Counter(taught.skipped) + Counter(tested.skipped)
     for name, prompts in (("train", learned), ("test", held)):
         if not prompts:
-            raise SettingsError(f"{source} gives no {name} prompt (left out: {dict(skipped) or 'nothing'})")
+            raise SettingsError(
+                f"{source} gives no {name} prompt (left out: {dict(skipped) or 'nothing'}); each file is on "
+                "one side, so there must be several"
+            )
     return Prompts(tuple(learned), tuple(held), MappingProxyType(dict(skipped)))
 
 
@@ -167,6 +171,8 @@ def _fault(prompt: FimPrompt | None, languages: Sequence[str], shortest: int, lo
     """Why a row is left out; "" when it is not."""
     if prompt is None:
         return "prompt without FIM markers"
+    if not encodable(prompt):
+        return "broken encoding"
     if languages and prompt.language not in languages:
         return "another language" if prompt.language else "language not known"
     if len(prompt.middle.strip()) < shortest:

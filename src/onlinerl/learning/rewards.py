@@ -164,7 +164,7 @@ def load_function(path: str) -> RewardFunction:
             f"rewards.function {path}: there is no module {error.name}; it is looked for where the command "
             "was started, on PYTHONPATH and among what is installed"
         ) from None
-    except Exception as error:  # translated: a stranger's module may raise anything while it is imported
+    except (Exception, SystemExit) as error:  # translated: a stranger's module may raise anything
         raise SettingsError(
             f"rewards.function {path}: the module {module} cannot be imported: {_told(error)}"
         ) from error
@@ -268,7 +268,7 @@ def _ask(function: RewardFunction, sample: Sample, *, told: bool = False) -> tup
     `told`: they may quote the sample, and what people type stays out of logs."""
     try:
         value = function(sample)
-    except Exception as error:  # noqa: BLE001 - a stranger's code may raise anything: this sample is isolated
+    except (Exception, SystemExit) as error:  # noqa: BLE001 - a stranger's code: this sample is isolated
         return {}, f"it raised {_told(error) if told else _place(error)}"
     if isinstance(value, Mapping):
         numbers = {f"function/{name}": number for name, number in value.items()}
@@ -279,19 +279,23 @@ def _ask(function: RewardFunction, sample: Sample, *, told: bool = False) -> tup
     for name, number in numbers.items():
         if not isinstance(number, Real):
             return {}, f"it returned {type(number).__name__} as {name}, which is not a number"
-        if not math.isfinite(number):
+        try:
+            finite = math.isfinite(number)
+        except OverflowError:  # an int or a fraction beyond all floats
+            return {}, f"it returned a number as {name} that is too large"
+        if not finite:
             return {}, f"it returned {number} as {name}, which is not finite"
     return {name: float(number) for name, number in numbers.items()}, ""
 
 
-def _place(error: Exception) -> str:
+def _place(error: BaseException) -> str:
     """The kind of an exception and the line that raised it."""
     frames = traceback.extract_tb(error.__traceback__)
     last = frames[-1]
     return f"{type(error).__name__} in line {last.lineno} of {last.name}"
 
 
-def _told(error: Exception) -> str:
+def _told(error: BaseException) -> str:
     """An exception in one line."""
     return f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
 

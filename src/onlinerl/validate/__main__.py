@@ -2,7 +2,7 @@
 
 `onlinerl validate` gives the settings as JSON in the environment variable ONLINERL_SETTINGS. On a machine
 that has no more of onlinerl's dependencies than this house needs, they are given as to any verb. Exit codes:
-0 ended, 1 failed or stopped by a guard (the report is there), 2 wrong settings.
+0 ended, 1 failed or stopped by a guard (then the report is there), 2 wrong settings, 130 interrupted.
 """
 
 from __future__ import annotations
@@ -45,6 +45,7 @@ def main() -> int:
         print(f"onlinerl: {error}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
+        print("onlinerl: interrupted; there is no report, and log.jsonl has the steps", file=sys.stderr)
         return 130
     if options.json:
         print(json.dumps(tree, indent=1))

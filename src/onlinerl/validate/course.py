@@ -107,6 +107,10 @@ def check(settings: config.Settings) -> None:
         raise SettingsError(
             f"validation.warmstart.source: {source} is none, accepted, or a file that is there"
         )
+    if mine.data is not None and not mine.data.exists():
+        raise SettingsError(f"validation.data: {mine.data} does not exist")
+    for judge in (mine.judge, mine.report_judge):
+        make_judge(judge, None)  # an endpoint that is missing should not cost the last report
     if mine.save is not None and mine.save.exists():
         raise SettingsError(f"validation.save: {mine.save} exists already")
     if mine.quantise != "none" and policy.engine.dtype not in ("auto", "float32", "bfloat16"):
@@ -127,6 +131,9 @@ class Course:
         self.model = model
         self.log = log
         self.clock = Clock()
+        scores = settings.home / "validation" / SCORES
+        self.judge = make_judge(self.settings.judge, scores)
+        self.report_judge = make_judge(self.settings.report_judge, scores)
         transformers_logging.disable_progress_bar()  # type: ignore[no-untyped-call]
         threads = threads_of(self.train)
         torch.set_num_threads(threads)
@@ -140,9 +147,6 @@ class Course:
         )
         self.rollouts = Rollouts(self.engine, model, self.name, seed=self.settings.seed)
         self.runner = asyncio.Runner()
-        scores = settings.home / "validation" / SCORES
-        self.judge = make_judge(self.settings.judge, scores)
-        self.report_judge = make_judge(self.settings.report_judge, scores)
         self.tastes = reported(self.settings)
         self.rater: Rater = (
             JudgeRater(self.judge, self.name)

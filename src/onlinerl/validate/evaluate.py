@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from typing import Any
 
 from onlinerl.datasets.fim import FimPrompt
@@ -12,53 +12,8 @@ from onlinerl.datasets.users import Taste, similarity
 from onlinerl.errors import JudgeError
 from onlinerl.learning.judges import Judge, Judgement
 from onlinerl.learning.judges.syntax import parses
+from onlinerl.validate.estimates import Estimate, ratio
 from onlinerl.validate.rollouts import Answer
-
-Z = 1.96
-"""Normal quantile of a 95 % interval."""
-
-
-@dataclass(frozen=True, slots=True)
-class Estimate:
-    """A mean over prompts, and its standard error with prompts clustered by file."""
-
-    mean: float
-    error: float
-
-    @property
-    def low(self) -> float:
-        """Lower end of the 95 % interval."""
-        return self.mean - Z * self.error
-
-    @property
-    def high(self) -> float:
-        """Upper end."""
-        return self.mean + Z * self.error
-
-    def as_json(self) -> dict[str, float]:
-        """With the interval's ends."""
-        return {**asdict(self), "low": self.low, "high": self.high}
-
-
-def ratio(values: Sequence[float], weights: Sequence[float], clusters: Sequence[str]) -> Estimate:
-    """Σ values / Σ weights, with the cluster-robust error of its linearisation.
-
-    With R the ratio, G clusters and e_g = Σ over the cluster of (value − R·weight):
-    variance = G/(G−1) · Σ e_g² / (Σ weights)² (Taylor linearisation; Cochran 1977, chapter 11). NaN where
-    no weight is; the error is NaN below two clusters.
-    """
-    whole = math.fsum(weights)
-    if not whole:
-        return Estimate(math.nan, math.nan)
-    mean = math.fsum(values) / whole
-    sums: dict[str, float] = {}
-    for value, weight, cluster in zip(values, weights, clusters, strict=True):
-        sums[cluster] = sums.get(cluster, 0.0) + value - mean * weight
-    count = len(sums)
-    if count < 2:
-        return Estimate(mean, math.nan)
-    variance = count / (count - 1) * math.fsum(e * e for e in sums.values()) / whole**2
-    return Estimate(mean, math.sqrt(variance))
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,7 +18,7 @@ import json
 import math
 import os
 import sys
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
@@ -31,6 +31,7 @@ from rich.progress import Progress
 
 from onlinerl.datasets.fim import FimPrompt, is_test, prompt_at
 from onlinerl.errors import OnlineRLError, SettingsError
+from onlinerl.validate.estimates import ratio
 from onlinerl.validate.sandbox import Ending, Limits, fences, require_fences, run_tests
 from onlinerl.validate.sites import (
     SITES,
@@ -216,7 +217,7 @@ def rate(values: Sequence[float], clusters: Sequence[str]) -> Rate:
     effective = float(n)
     if len(names) > 1:
         simple = mean * (1 - mean) / n
-        clustered = _cluster_variance(values, clusters)
+        clustered = _error(values, clusters) ** 2
         if simple > 0:
             effective /= max(1.0, clustered / simple)
         effective *= (_Z / student(len(names) - 1)) ** 2
@@ -235,7 +236,7 @@ def difference(before: Mapping[str, float], after: Mapping[str, float]) -> tuple
         raise ValueError("sites of two modules at least are needed for an interval")
     values = [after[name] - before[name] for name in shared]
     mean = sum(values) / len(values)
-    half = student(len(set(clusters)) - 1) * math.sqrt(_cluster_variance(values, clusters))
+    half = student(len(set(clusters)) - 1) * _error(values, clusters)
     return mean, mean - half, mean + half
 
 
@@ -256,14 +257,9 @@ def student(freedom: int) -> float:
     )
 
 
-def _cluster_variance(values: Sequence[float], clusters: Sequence[str]) -> float:
-    """Variance of the mean when values of one cluster go together: G/(G−1)·Σ(Σ residuals)²/n²."""
-    mean = sum(values) / len(values)
-    totals: defaultdict[str, float] = defaultdict(float)
-    for value, cluster in zip(values, clusters, strict=True):
-        totals[cluster] += value - mean
-    groups = len(totals)
-    return groups / (groups - 1) * sum(total**2 for total in totals.values()) / len(values) ** 2
+def _error(values: Sequence[float], clusters: Sequence[str]) -> float:
+    """Standard error of the mean when values of one cluster go together."""
+    return ratio(values, [1.0] * len(values), clusters).error
 
 
 def read_completions(path: Path) -> dict[str, list[str]]:

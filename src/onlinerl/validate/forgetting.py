@@ -6,7 +6,6 @@ pays with the first for a reward made the model worse at what nobody rated.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
@@ -17,6 +16,7 @@ from onlinerl.datasets.fim import FimPrompt
 from onlinerl.errors import SettingsError
 from onlinerl.learning.batches import PolicyModel, length, microbatches, pack
 from onlinerl.records import Sample, Verdict
+from onlinerl.validate.estimates import ratio
 
 Encode = Callable[[str], Sequence[int]]
 """Token ids of a text, without special tokens around it (`Codec.encode`)."""
@@ -107,15 +107,8 @@ def _loss(model: PolicyModel | Path, rows: Sequence[_Row]) -> Loss:
     for row, nats in _each(model, rows):
         sums[row.group] = sums.get(row.group, 0.0) + nats
         counts[row.group] = counts.get(row.group, 0) + len(row.ids) - row.first
-    tokens = sum(counts.values())
-    mean = math.fsum(sums.values()) / tokens
-    n = len(sums)
-    error = math.nan
-    if n > 1:
-        # Taylor linearisation of a ratio of cluster totals (Cochran 1977, chapter 11).
-        squares = math.fsum((sums[group] - mean * counts[group]) ** 2 for group in sums)
-        error = math.sqrt(n / (n - 1) * squares) / tokens
-    return Loss(mean, error, tokens)
+    found = ratio([*sums.values()], [float(counts[group]) for group in sums], [*sums])
+    return Loss(found.mean, found.error, sum(counts.values()))
 
 
 @torch.no_grad()

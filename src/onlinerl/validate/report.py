@@ -16,7 +16,8 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
 from onlinerl import config
-from onlinerl.validate.evaluate import Estimate, as_json
+from onlinerl.validate.estimates import Estimate
+from onlinerl.validate.evaluate import as_json
 from onlinerl.validate.forgetting import Loss
 
 LIBRARIES = ("onlinerl", "torch", "transformers", "tokenizers", "numpy", "peft")

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
 import shutil
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -12,11 +15,12 @@ from rich.table import Table
 
 from onlinerl import config
 from onlinerl.datasets.fim import LONGEST_MIDDLE
+from onlinerl.errors import RunBusy, RunError
 from onlinerl.learning.judges import estimate
 from onlinerl.learning.log import RunLog
 from onlinerl.validate.course import Course, check, policy_of
 from onlinerl.validate.report import COLUMNS, Report, shown
-from onlinerl.validate.save import save
+from onlinerl.validate.save import save, staged
 from onlinerl.weights.models import resolve_model
 
 
@@ -25,18 +29,50 @@ def run(settings: config.Settings, *, quiet: bool = False, starts: Path | None =
 
     `quiet`: nothing on standard output. `starts`: folder of what models were worth before they learned, for
     runs that begin alike: the first measures it. An older report of the same name is replaced. Raises
-    SettingsError, ModelError, RunError; a guard that trips is no error here: the report tells it.
+    SettingsError, ModelError, RunError, RunBusy where another run of that name goes on; a guard that trips is
+    no error here: the report tells it.
     """
     check(settings)
     mine = settings.validation
+    model = resolve_model(settings.policies[policy_of(settings)].model)
     folder = settings.home / "validation" / mine.name
+    saving = contextlib.nullcontext() if mine.save is None else staged(mine.save)
+    try:
+        with _alone(folder), saving as staging:
+            return _run(settings, model, folder, staging, quiet=quiet, starts=starts)
+    except OSError as error:  # the disk is full, or may not be written to
+        raise RunError(f"the files of the run: {error}") from error
+
+
+@contextlib.contextmanager
+def _alone(folder: Path) -> Iterator[None]:
+    """The folder is this run's until the process ends, however it ends."""
     folder.mkdir(parents=True, exist_ok=True)
+    with (folder / "lock").open("w") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise RunBusy(
+                f"another validation writes into {folder}: give this one another name with validation.name"
+            ) from None
+        yield
+
+
+def _run(
+    settings: config.Settings,
+    model: Path,
+    folder: Path,
+    staging: Path | None,
+    *,
+    quiet: bool,
+    starts: Path | None,
+) -> dict[str, Any]:
+    mine = settings.validation
     for old in ("report.json", "report.md", "curve.png", "log.jsonl"):
         (folder / old).unlink(missing_ok=True)
     shutil.rmtree(folder / "tensorboard", ignore_errors=True)
-    policy = settings.policies[policy_of(settings)]
-    model = resolve_model(policy.model)
-    with RunLog(folder, total=mine.completions // policy.train.batch) as log:
+    batch = settings.policies[policy_of(settings)].train.batch
+    with RunLog(folder, total=mine.completions // batch) as log:
         for words in costs(settings):
             log.event("cost", text=words)
             print(words, file=sys.stderr)
@@ -44,8 +80,11 @@ def run(settings: config.Settings, *, quiet: bool = False, starts: Path | None =
         try:
             report = course.go()
             tree = report.write(folder, settings, course.device)
-            if mine.save is not None:
-                save(model, course.tensors(), mine.save)
+            if mine.save is not None and staging is not None:
+                save(model, course.tensors(), staging, mine.save)
+        except KeyboardInterrupt:
+            log.event("end", batch=course.step, message="interrupted")
+            raise
         finally:
             course.close()
     if not quiet:

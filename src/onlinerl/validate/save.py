@@ -2,29 +2,53 @@
 
 from __future__ import annotations
 
+import contextlib
 import shutil
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
-from onlinerl.errors import ModelError
+from onlinerl.errors import ModelError, RunError, SettingsError
 from onlinerl.weights.header import read_header
 from onlinerl.weights.models import INDEX, model_files
 
 DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 
 
-def save(model: Path, tensors: Mapping[str, Tensor], folder: Path) -> None:
+@contextlib.contextmanager
+def staged(folder: Path) -> Iterator[Path]:
+    """A folder beside `folder` to write into, made at once: whether it can be is known before hours of
+    learning. It is gone afterwards. Raises SettingsError when it cannot be made."""
+    staging = folder.with_name(folder.name + ".partial")
+    try:
+        shutil.rmtree(staging, ignore_errors=True)
+        staging.mkdir(parents=True)
+    except OSError as error:
+        raise SettingsError(f"validation.save: {staging} cannot be made: {error.strerror}") from None
+    try:
+        yield staging
+    finally:
+        shutil.rmtree(staging, ignore_errors=True)
+
+
+def save(model: Path, tensors: Mapping[str, Tensor], staging: Path, folder: Path) -> None:
     """Write `tensors` as a copy of the model in `model`: its names, its number formats, its other files.
 
-    The folder appears whole or not at all. Raises ModelError for a format that cannot be written back.
+    `staging` (of `staged`) becomes `folder`, which appears whole or not at all. Raises RunError when that
+    fails, and ModelError for a format that cannot be written back.
     """
-    staging = folder.with_name(folder.name + ".partial")
-    shutil.rmtree(staging, ignore_errors=True)
-    staging.mkdir(parents=True)
+    try:
+        _write(model, tensors, staging)
+        staging.rename(folder)
+    except (OSError, SafetensorError) as error:
+        raise RunError(f"validation.save: {folder} cannot be written: {error}") from None
+
+
+def _write(model: Path, tensors: Mapping[str, Tensor], staging: Path) -> None:
     out: dict[str, Tensor] = {}
     for name in model_files(model):
         if name.endswith(".safetensors"):
@@ -35,4 +59,3 @@ def save(model: Path, tensors: Mapping[str, Tensor], folder: Path) -> None:
         elif name != INDEX:  # all weights go into one file
             shutil.copyfile(model / name, staging / name)
     save_file(out, staging / "model.safetensors", metadata={"format": "pt"})
-    staging.rename(folder)

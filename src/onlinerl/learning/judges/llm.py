@@ -38,6 +38,8 @@ PROMPT_VERSION = 1
 LEVELS = range(int(HIGHEST) + 1)
 CHARACTERS_PER_TOKEN = 3.5
 """Of code, for the estimate: the built-in tokenizer has 3.7 on Python (its card)."""
+LARGEST_ANSWER = 2**20
+"""Bytes; a grade has a hundred, and the thoughts before it some ten thousand."""
 
 RUBRIC = """\
 You grade code completions. An editor asked for the text that belongs between what stands before the
@@ -345,36 +347,48 @@ class LLMJudge:
             shape = self._shape
             chat = messages(prompt, completion, secrets.token_hex(8))
             response = await self._post(client, shape.body(self._settings, self._model, chat))
-            if response.status_code not in (400, 422):
+            if response.status not in (400, 422):
                 break
             # Other calls are under way: one of them may have found the shape since this one left.
             if shape == self._shape:
                 weaker = None if self._proven else shape.weaker(self._said(response))
                 if weaker is None:
-                    raise _Refused(f"refused with {response.status_code}: {self._said(response)}")
+                    raise _Refused(f"refused with {response.status}: {self._said(response)}")
                 self._shape = weaker
         self._check(response)
         if shape == self._shape:
             self._proven = True
         try:
             answer = response.json()
-        except ValueError:
+        except (ValueError, RecursionError):
             raise _BadAnswer("the answer is not JSON") from None
         return read_score(answer)
 
-    async def _post(self, client: httpx.AsyncClient, body: Mapping[str, Any]) -> httpx.Response:
+    async def _post(self, client: httpx.AsyncClient, body: Mapping[str, Any]) -> _Response:
         headers = {"Authorization": f"Bearer {self._key}"} if self._key else {}
+        whole = bytearray()
         try:
-            async with asyncio.timeout(self._settings.timeout):
-                return await client.post(self._url, json=body, headers=headers)
+            async with (
+                asyncio.timeout(self._settings.timeout),
+                client.stream("POST", self._url, json=body, headers=headers) as response,
+            ):
+                async for piece in response.aiter_bytes():
+                    whole += piece
+                    if len(whole) > LARGEST_ANSWER:
+                        raise _BadAnswer(f"the answer has more than {LARGEST_ANSWER:,} bytes")
+                text = whole.decode("utf-8", "replace")
+                if self._key:  # some endpoints repeat it, and what they say gets into reports
+                    text = text.replace(self._key, "***")
+                after = response.headers.get("retry-after", "")
+                return _Response(response.status_code, text, after)
         except TimeoutError:
             raise _Again(f"no answer within {self._settings.timeout:g} s") from None
         except httpx.RequestError as error:
             raise _Again(f"no answer: {type(error).__name__} {error}".strip()) from None
 
-    def _check(self, response: httpx.Response) -> None:
+    def _check(self, response: _Response) -> None:
         """Sort what is no answer into what may pass, what concerns one request, and what ends the run."""
-        status, said = response.status_code, self._said(response)
+        status, said = response.status, self._said(response)
         if status == 200:
             return
         if status in (401, 403):
@@ -388,7 +402,7 @@ class LLMJudge:
                 f"judge.url, {MODEL} or judge.model"
             )
         if status in (408, 409, 425, 429) or status >= 500:
-            after = retry_after(response.headers.get("retry-after", ""))
+            after = retry_after(response.after)
             if after <= self._settings.wait_limit:
                 # The limit is the account's: the other calls wait too.
                 self._resume = max(self._resume, time.monotonic() + after)
@@ -396,16 +410,29 @@ class LLMJudge:
             raise _Again(f"failed with {status}{asked}: {said}", after)
         raise _Refused(f"refused with {status}: {said}")
 
-    def _said(self, response: httpx.Response) -> str:
-        """The endpoint's words, in short. Some repeat the key, which must not get into reports."""
+    @staticmethod
+    def _said(response: _Response) -> str:
+        """The endpoint's words, in short."""
         try:
             error = response.json()["error"]
             text = str(error["message"] if isinstance(error, dict) else error)
-        except (ValueError, TypeError, LookupError):
+        except (ValueError, TypeError, LookupError, RecursionError):
             text = response.text
-        if self._key:
-            text = text.replace(self._key, "***")
         return " ".join(text.split())[:200]
+
+
+@dataclass(frozen=True, slots=True)
+class _Response:
+    """What came back, without the key."""
+
+    status: int
+    text: str
+    after: str
+    """The Retry-After header."""
+
+    def json(self) -> Any:
+        """Raises ValueError or RecursionError."""
+        return json.loads(self.text)
 
 
 class _Batch:
