@@ -571,7 +571,8 @@ class PolicyModel:
     def _warm(self, tokens: int) -> None:
         """Compile on a row as long as those of the training. Programs are for rows of any length, but are
         laid out for the first that they see: sums over a row of 200 tokens leave most of a GPU idle."""
-        size = self._limit(min(tokens, 1024))
+        # A length that is no size of a model: what is equal at first, a compiler takes to be equal always.
+        size = self._limit(min(tokens, 1400))
         made = self._made(max(2, tokens // size), size, judged=16)
         compiled, recompute = self.layers.compiled, self.layers.recompute
         self.layers.run(compiled=compiled, recompute=True)  # little memory, and the same programs
