@@ -23,14 +23,22 @@ answer tokens, the only ones whose logits are needed. 6·L·D·S² is 12·L·D·
 layers and D = heads × head size over a sample of S tokens, half of the square, forward and backward. LoRA:
 frozen maps have no gradient of their own; A: weights of the adapter. What is computed twice (recomputation)
 counts once.
+
+Both sides do the same work: the KL to a reference is no part of either loss, and neither asks a reference.
+(Ours would in every 8th batch, to guard what nobody else guards: `learner.WATCH`. None of those is timed.)
+`--profile` tells where a step's time goes, by part, beside what each part would take at the machine's
+ceilings (`floors`).
 """
 
 from __future__ import annotations
 
 import argparse
+import faulthandler
 import gc
 import json
+import os
 import random
+import re
 import statistics
 import subprocess
 import sys
@@ -77,6 +85,17 @@ WARM = 2
 RANK = 16
 TOKENS = 65_536
 """Of one optimiser step."""
+RATE, COPY = 730e12, 4.1e12
+"""FLOP/s of the model's largest product and bytes/s of a copy, as one H200 had them."""
+PARTS = {
+    "attention": r"flash|fmha|sdpa|attention",
+    "products": r"gemm|nvjet|cutlass|xmma|cublas|splitk|_mm_",
+    "optimiser and clip": r"adam|lpnorm|norm.*multi|multi_tensor",
+    "compiled (norms, rotary, gated product, conversions, loss)": r"triton",
+    "copies and fills": r"memcpy|memset|copy|fill",
+    "loss, not compiled": r"softmax|gather|scatter|reduce",
+}
+"""Which part a kernel is of, by its name; the first that fits."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -167,6 +186,43 @@ def prepare(folder: Path, shape: Mapping[str, Any], cases: Sequence[Context]) ->
         (folder / f"{case.name}.json").write_text(json.dumps(told), encoding="utf-8")
     del policy, model
     return {"parameters": _count(shape), **(_ceilings() if device.type == "cuda" else {})}
+
+
+def floors(shape: Mapping[str, Any], samples: Sequence[Sample], row: int, rank: int) -> dict[str, float]:
+    """Milliseconds that the parts of a step would take by their FLOPs and bytes at RATE and COPY.
+
+    Attention is counted at half of RATE. Bytes are those of compiled layers: each tensor written once and
+    read where it is used.
+
+    Per token and layer, H hidden, I inner, bf16 beside an fp32 residual stream: norms and residual sums 28·H
+    forward and 45·H back, rotary 5·H each way, the gated product 6·I and 10·I. Per trained weight 32 bytes
+    in each microbatch, for two conversions and for its gradient's conversion and sum (an adapter 20), and 46
+    for AdamW and the clip. Per logit 10: its product is read three times and its gradient written and read.
+    """
+    maps, layers = linear_weights(shape), shape["num_hidden_layers"]
+    weights = layers * sum(a * b for a, b in maps)
+    head = shape["hidden_size"] * shape["vocab_size"]
+    hidden, inner = shape["hidden_size"], shape["intermediate_size"]
+    read = [length(sample) for sample in samples]
+    judged, tokens = sum(sum(sample.loss_mask) for sample in samples), sum(read)
+    passes = 4 if rank else 6
+    adapter = layers * sum(rank * (a + b) for a, b in maps)
+    trained = adapter if rank else weights + head
+    micro = -(-tokens // row)
+    products = (passes * (weights * tokens + head * judged) + 6 * adapter * tokens) / RATE
+    attention = 6 * layers * hidden * sum(size * size for size in read) / (RATE / 2)
+    between = layers * tokens * (83 * hidden + 16 * inner) / COPY
+    moved = micro * (32 * trained if not rank else 20 * trained) / COPY
+    loss = 10 * judged * shape["vocab_size"] / COPY
+    found = {
+        "products": products,
+        "attention": attention,
+        "between products": between,
+        "conversions and sums of weights": moved,
+        "loss": loss,
+        "optimiser and clip": 46 * trained / COPY,
+    }
+    return {name: round(seconds * 1e3, 1) for name, seconds in found.items()}
 
 
 def _count(shape: Mapping[str, Any]) -> dict[str, int]:
@@ -278,6 +334,8 @@ def clock(
         "first_loss": round(first["loss"], 6),
         "first_gradient_norm": round(first["gradient_norm"], 6),
     }
+    if "kl_behaviour" in first:  # ½·(what both sides of the sampling differ by)²: why it is trusted, or not
+        found["first_kl_behaviour"] = round(first["kl_behaviour"], 6)
     if device.type == "cuda":
         found["peak_memory_gib"] = round(torch.cuda.max_memory_allocated() / 2**30, 2)
         found["reserved_gib"] = round(torch.cuda.max_memory_reserved() / 2**30, 2)
@@ -308,6 +366,8 @@ class Job:
     plain: bool = False
     """Ours without what failed before: neither flash attention nor compiled layers."""
     profile: bool = False
+    eager: bool = False
+    """Ours without compiling as well."""
 
     @property
     def training(self) -> str:
@@ -339,13 +399,14 @@ def ours(job: Job, emit: Emit) -> None:
         samples = samples_of(folder, case)
         flops = useful(shape, samples, job.rank)
         ways = [policy.layers.compiled]
-        if case is job.contexts[0] and policy.layers.compiled and not job.rank:
+        if job.eager and case is job.contexts[0] and policy.layers.compiled and not job.rank:
             ways.append(False)
         for compiled in ways:
             policy.layers.run(compiled=compiled, recompute=False)
             policy._footprint, side.learner._planned = None, 0  # another way keeps other tensors
             row: Row = {"side": "ours", "training": job.training, "context": case.name, "compiled": compiled,
-                        "flash": policy.flash, "loading_seconds": loading,
+                        "flash": policy.flash, "lines": policy.lined,
+                        "loss_compiled": policy._loss is not None, "loading_seconds": loading,
                         "fallbacks": policy.fallbacks}  # fmt: skip
             while True:
                 try:
@@ -365,28 +426,45 @@ def ours(job: Job, emit: Emit) -> None:
             if policy._footprint is not None:
                 row["kept_bytes_per_token"] = {k: round(v) for k, v in asdict(policy._footprint).items()}
             emit(row)
-            if job.profile and case is job.contexts[0] and "failed" not in row:
+            if job.profile and "failed" not in row:
                 emit({"side": "ours", "training": job.training, "context": case.name, "compiled": compiled,
+                      "floors": floors(shape, samples, side.learner.plan.row, job.rank),
                       "profile": profile(lambda rows=samples, s=side: s.step(rows))})  # type: ignore[misc]  # fmt: skip
             clear()
         policy.layers.run(compiled=ways[0], recompute=False)
 
 
-def profile(step: Callable[[], Any]) -> list[dict[str, Any]]:
-    """Where one step's GPU time goes: the kernels that take most of it."""
+def profile(step: Callable[[], Any]) -> dict[str, Any]:
+    """Where one step's time goes: milliseconds of the GPU by PARTS, idle ones, and the kernels that take most
+    of it."""
     from torch.profiler import ProfilerActivity, profile
 
+    _, whole = timed(step, device_here())
     try:
         with profile(activities=[ProfilerActivity.CUDA]) as seen:
             step()
             torch.cuda.synchronize()
-        found = sorted(seen.key_averages(), key=lambda one: -one.self_device_time_total)[:40]
+        found = sorted(seen.key_averages(), key=lambda one: -one.self_device_time_total)
     except batches.FAULTS as fault:  # a profiler that this machine refuses costs no measurement
-        return [{"failed": str(fault)[:300]}]
-    return [
-        {"kernel": one.key[:110], "ms": round(one.self_device_time_total / 1e3, 2), "calls": one.count}
-        for one in found
-    ]
+        return {"failed": str(fault)[:300]}
+    parts: dict[str, float] = {}
+    for one in found:
+        part = part_of(one.key)
+        parts[part] = parts.get(part, 0.0) + one.self_device_time_total / 1e3
+    parts["idle"] = whole * 1e3 - sum(parts.values())
+    return {
+        "step": round(whole * 1e3, 1),
+        "parts": {name: round(value, 1) for name, value in parts.items()},
+        "kernels": [
+            {"kernel": one.key[:110], "ms": round(one.self_device_time_total / 1e3, 2), "calls": one.count}
+            for one in found[:40]
+        ],
+    }
+
+
+def part_of(kernel: str) -> str:
+    """Which of PARTS a kernel belongs to."""
+    return next((part for part, names in PARTS.items() if re.search(names, kernel.lower())), "other")
 
 
 def trl(job: Job, emit: Emit) -> None:
@@ -427,6 +505,8 @@ def trl(job: Job, emit: Emit) -> None:
                     row["failed"] = f"{type(fault).__name__}: {str(fault)[:300]}"
                 else:
                     row["samples_at_once"] = micro
+                if job.profile and "samples_at_once" in row and not checkpointing:
+                    row["profile"] = profile(lambda rows=samples, m=micro: side.step(rows, m))  # type: ignore[misc]
                 side.optimizer.zero_grad(set_to_none=True)
                 clear()
                 if "samples_at_once" in row or "failed" in row:
@@ -457,10 +537,13 @@ def elsewhere(job: Job, emit: Emit, seconds: float) -> str | None:
                 text=True,
                 timeout=seconds,
                 check=False,
+                env={**os.environ, "TORCH_LOGS": "recompiles"},
             )
             wrong = None if done.returncode == 0 else f"exit {done.returncode}: {done.stderr[-1500:]}"
-        except subprocess.TimeoutExpired:
-            wrong = f"not done after {seconds:.0f} s"
+        except subprocess.TimeoutExpired as late:
+            said: str | bytes = late.stderr or ""  # bytes, though text was asked for
+            last = (said.decode() if isinstance(said, bytes) else said)[-3000:]
+            wrong = f"not done after {seconds:.0f} s: {last}"
         for line in lines.read_text(encoding="utf-8").splitlines() if lines.exists() else []:
             emit(json.loads(line))
         return wrong
@@ -505,6 +588,7 @@ def options(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--inline", action="store_true", help="large models: all in this process")
     parser.add_argument("--profile", action="store_true", help="large models: tell where GPU time goes")
+    parser.add_argument("--eager", action="store_true", help="large models: ours without compiling as well")
 
 
 def run(given: argparse.Namespace) -> None:
@@ -563,7 +647,8 @@ def run(given: argparse.Namespace) -> None:
             # Unlike lengths once are enough.
             some = tuple(case for case in cases if not (rank and case.spread))
             for side in sides:
-                job = Job(side, rank, given.model, folder, some, given.repeats, profile=given.profile)
+                job = Job(side, rank, given.model, folder, some, given.repeats, profile=given.profile,
+                          eager=given.eager)  # fmt: skip
                 if not do(job) and side == "ours":
                     do(Job(side, rank, given.model, folder, some, given.repeats, plain=True))
     for row in report.get("summary", []):
@@ -581,6 +666,7 @@ def main(told: str) -> None:
             file.write(json.dumps(row) + "\n")
         say(_line(row))
 
+    faulthandler.dump_traceback_later(50, repeat=True)  # what takes so long, if something does
     work(job, emit)
 
 

@@ -8,23 +8,25 @@ by torch's tracer without the code generator behind it.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCausalLM
 
 from onlinerl import config
 from onlinerl.errors import ModelError
 from onlinerl.learning import batches, layers
-from onlinerl.learning.batches import PolicyModel, pack
+from onlinerl.learning.batches import PolicyModel, lay_out, pack
 from onlinerl.learning.guards import Bands
 from onlinerl.learning.learner import Learner
 from onlinerl.learning.memory import PLENTY, ROW, Footprint, Plan, plan
-from onlinerl.records import Scored
+from onlinerl.records import Sample, Scored
 from tests.test_batches import CPU, SHAPE, WORDS, draw
 
 Grads = dict[str, Tensor]
@@ -48,14 +50,33 @@ def folder(tmp_path: Path) -> Path:
 
 def gradients(policy: PolicyModel, seed: int = 0, count: int = 9) -> tuple[Tensor, Grads]:
     """Log-probabilities of a row of samples, and the gradient of a mix of them."""
-    samples = draw(count, seed)
-    scores = policy.score(pack(samples, range(count), CPU, padded=policy.padded))
+    return gradients_of(policy, draw(count, seed), seed)
+
+
+def gradients_of(policy: PolicyModel, samples: list[Sample], seed: int = 0) -> tuple[Tensor, Grads]:
+    """The same for these samples."""
+    scores = policy.score(pack(samples, range(len(samples)), CPU, padded=policy.padded))
     policy.model.zero_grad()
     generator = torch.Generator().manual_seed(seed)
     weights = torch.randn(scores.logprobs.numel(), generator=generator)
     torch.autograd.backward((scores.logprobs * weights).sum())
     grads = {name: p.grad.clone() for name, p in policy.parameters().items() if p.grad is not None}
     return scores.logprobs.detach(), grads
+
+
+def like(size: int, answer: int, seed: int) -> Sample:
+    """A sample of `size` tokens, `answer` of them judged."""
+    generator = torch.Generator().manual_seed(seed)
+    row = torch.randint(4, WORDS, (size,), generator=generator).tolist()
+    made = draw(1, seed)[0]
+    prompt, completion = tuple(row[:-answer]), tuple(row[-answer:])
+    return replace(
+        made,
+        prompt_ids=prompt,
+        completion_ids=completion,
+        behavior_logprobs=(-1.0,) * answer,
+        loss_mask=(True,) * answer,
+    )
 
 
 def assert_same(one: tuple[Tensor, Grads], other: tuple[Tensor, Grads]) -> None:
@@ -176,6 +197,45 @@ def test_flash_attention_is_packed_attention(
     assert_same(gradients(policy), plain)
 
 
+def test_samples_of_like_length_are_attended_to_as_lines(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    policy = flashed(folder, monkeypatch, kernel)
+    assert policy.lined
+    plain = PolicyModel.load(folder, CPU, torch.float32)
+    samples = [like(size, 4, size) for size in (40, 37, 40, 35)]
+    monkeypatch.setattr(batches, "varlen", absent)
+    assert_same(gradients_of(policy, samples), gradients_of(plain, samples))
+    with pytest.raises(NotImplementedError):
+        gradients_of(policy, [*samples, like(9, 4, 0)])
+
+
+def test_lines_are_for_a_gpu_of_few_lengths_and_waste_little() -> None:
+    meta = torch.device("meta")
+    assert lay_out([1000, 1020], meta).lines.shape == (2, 1024)
+    assert lay_out([1000, 1020], CPU).lines.shape == (2, 1020)
+    assert lay_out([1000, 1020], meta).even
+    assert not lay_out([1000, 1020, 500], meta).even
+    assert not lay_out([1020], meta).even, "one line is a shape of its own to a compiler"
+
+
+def test_lines_that_are_wrong_are_left_out(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(batches, "varlen", kernel)
+    policy = PolicyModel.load(folder, CPU, torch.float32)
+    exact = policy.trial()
+    whole = F.scaled_dot_product_attention
+
+    def blind(*arguments: Any, is_causal: bool, **named: Any) -> Tensor:
+        return whole(*arguments, **named)
+
+    monkeypatch.setattr(F, "scaled_dot_product_attention", blind)
+    monkeypatch.setattr(policy, "trial", lambda real=policy.trial: real() if policy.flash else exact)
+    policy.hasten(exact, flash=True, compiled=False)
+    assert (policy.flash, policy.lined) == (True, False)
+    (reason,) = policy.fallbacks
+    assert reason.startswith("attention by lines left an error")
+
+
 @pytest.mark.parametrize(
     ("way", "told"),
     [
@@ -202,7 +262,9 @@ def counting(programs: list[Any]) -> Callable[..., Any]:
     from torch._dynamo.backends.debugging import aot_eager
 
     def backend(graph: Any, inputs: Any, **options: Any) -> Any:
-        programs.append(graph)
+        # The tracer asks for empty ones too.
+        if any(node.op == "call_function" for node in graph.graph.nodes):
+            programs.append(graph)
         return aot_eager(graph, inputs, **options)
 
     return backend
@@ -222,7 +284,9 @@ def test_compiled_layers_compute_the_same_with_one_program_for_all(
     assert policy.layers.compiled, policy.fallbacks
     assert not policy.fallbacks
     assert len(policy.layers.modules) == 3
-    assert len(programs) == 2, "one with gradients and one without, for all layers"
+    assert policy.lined
+    assert policy._loss is not None
+    assert len(programs) == 6, "with gradients and without: two ways of attention, each for all layers; loss"
     expected = {
         (seed, count): gradients(plain, seed, count) for seed, count in ((0, 9), (1, 1), (2, 2), (3, 14))
     }
@@ -230,7 +294,25 @@ def test_compiled_layers_compute_the_same_with_one_program_for_all(
         policy.recompute(again)
         for (seed, count), wanted in expected.items():
             assert_same(gradients(policy, seed, count), wanted)
-    assert len(programs) == 2, "rows of any length and number of samples share it"
+    equal = [like(33, 4, seed) for seed in range(5)]
+    assert_same(gradients_of(policy, equal), gradients_of(plain, equal))
+    assert len(programs) == 6, "rows of any length and number of samples share them"
+    policy._warm(200)
+    assert len(programs) == 6, "what is compiled ahead is what training runs"
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute")
+def test_frozen_embeddings_need_no_program_of_their_own(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    programs: list[Any] = []
+    monkeypatch.setattr(layers, "BACKEND", counting(programs))
+    lora = config.Lora(rank=2)
+    plain = PolicyModel.load(folder, CPU, torch.float32, lora)
+    policy = PolicyModel.load(folder, CPU, torch.float32, lora)
+    policy.layers.run(compiled=True, recompute=False)
+    assert_same(gradients(policy), gradients(plain))
+    assert len(programs) == 1
 
 
 def test_a_compiler_that_fails_is_left_out(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -379,6 +461,39 @@ def test_on_a_gpu_the_first_batch_and_longer_ones_are_planned(
     assert len(asked) == 2
     learner._fit(short)
     assert len(asked) == 2, "what was planned for longer samples does for these"
+
+
+def test_a_kl_that_is_only_watched_is_not_measured_in_each_batch(folder: Path) -> None:
+    asked: list[int] = []
+
+    def steps(kl: float) -> tuple[list[dict[str, float]], Grads]:
+        asked.clear()
+        train = config.Train(
+            lr=1e-2, minibatches=1, kl_coefficient=kl, silence=config.Silence(floor=0),
+            guards=config.Guards(kl=1e9, entropy=0, gradient=1e9, clip_fraction=1, length_low=0,
+            length_high=100),
+        )  # fmt: skip
+        policy = PolicyModel.load(folder, CPU, torch.float32)
+        other = PolicyModel.load(folder, CPU, torch.float32)
+        score = other.score
+        other.score = lambda batch: (asked.append(1), score(batch))[1]  # type: ignore[method-assign, func-returns-value]
+        learner = Learner(policy, train, reference=0, load=lambda _: other)
+        bands = Bands(train.guards, train.silence)
+        values = [1.0 if place % 2 else -0.5 for place in range(12)]
+        numbers = [
+            learner.step([Scored(sample, 0.0) for sample in draw(12, seed=number)], values, bands, number)
+            for number in range(1, 10)
+        ]
+        learner.inspect(draw(12), bands)
+        return numbers, {name: p.detach().clone() for name, p in policy.parameters().items()}
+
+    numbers, _ = steps(1e-12)
+    assert all("kl" in one for one in numbers)
+    assert len(asked) == 9, "all but the first batch, and the version"
+    fewer, _ = steps(0.0)
+    assert [place for place, one in enumerate(fewer, 1) if "kl" in one] == [1, 8]
+    assert len(asked) == 2, "the eighth batch, and the version"
+    assert fewer[7]["kl"] > 0
 
 
 def test_the_default_on_a_cpu_is_a_row_of_4096_without_tricks(folder: Path) -> None:

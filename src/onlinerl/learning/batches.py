@@ -24,6 +24,7 @@ import contextlib
 import functools
 import inspect
 import json
+from array import array
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -39,15 +40,23 @@ from transformers.masking_utils import AttentionMaskInterface
 
 from onlinerl import config
 from onlinerl.errors import ModelError
+from onlinerl.learning import layers
 from onlinerl.learning.adapters import Adapter
 from onlinerl.learning.layers import Layers
 from onlinerl.learning.losses import show_rate, token_logprobs
-from onlinerl.learning.memory import LOGIT, Footprint
+from onlinerl.learning.memory import LOGIT, ROW, Footprint, free
 from onlinerl.records import Sample, Verdict
 
 PACKED, FLASH = "onlinerl_packed", "onlinerl_varlen"  # a name with "flash" in it would be transformers' own
+STEP, WASTE = 128, 1.25
+"""On a GPU lines are as long as a multiple of STEP, so that few shapes occur, for each of which cuDNN plans
+anew. They are attended to as lines where that is at most WASTE times the pairs of tokens that the samples
+have: torch's kernel for lines is about twice as fast as the one for a row of samples."""
 HEAD_ELEMENTS = 1 << 27
 """Logits held at once (512 MB in fp32); beyond it they are computed in pieces and again in backward."""
+FUSED = 5 * HEAD_ELEMENTS
+"""The same for a compiled loss, which takes 6 bytes for each where the plain one takes `memory.LOGIT`: the
+products in half precision and their gradient, and nothing between them."""
 LARGE = 500_000_000
 """Parameters from which on a model is compiled under `auto`: smaller ones are done before it pays."""
 EXACT = 1e-3
@@ -75,16 +84,41 @@ class Layout:
 
     lines: Tensor
     """[n, L]: for each sample the positions of its tokens in the row, 0 beyond its end."""
+    real: Tensor
+    """[n, L]: whether a place of `lines` is a token."""
     inside: Tensor
     """[N]: for each position of the row its place in `lines`, flattened."""
     bounds: Tensor
     """[n + 1] int32: where each sample begins in the row, and where the last one ends."""
     longest: int
-    """L."""
+    """Tokens of the longest sample; L, or up to STEP less on a GPU."""
+    even: bool
+    """Whether the samples are of so like length that attention by lines wastes little."""
 
     def to(self, device: torch.device) -> Layout:
         """On another device."""
-        return Layout(self.lines.to(device), self.inside.to(device), self.bounds.to(device), self.longest)
+        return replace(
+            self,
+            lines=self.lines.to(device),
+            real=self.real.to(device),
+            inside=self.inside.to(device),
+            bounds=self.bounds.to(device),
+        )
+
+
+def lay_out(lengths: Sequence[int], device: torch.device) -> Layout:
+    """The layout of samples of these lengths, one after another."""
+    longest = max(lengths)
+    width = longest if device.type == "cpu" else -(-longest // STEP) * STEP
+    # One line alone would be a shape of its own to the compiler.
+    even = len(lengths) > 1 and len(lengths) * width**2 <= WASTE * sum(size**2 for size in lengths)
+    sizes = torch.tensor(lengths)[:, None]
+    steps = torch.arange(width)[None]
+    begins = sizes.cumsum(0) - sizes
+    real = steps < sizes
+    bounds = torch.cat([begins[:1, 0], sizes.cumsum(0)[:, 0]]).int()
+    lines = torch.where(real, begins + steps, 0)
+    return Layout(lines, real, real.flatten().nonzero()[:, 0], bounds, longest, even).to(device)
 
 
 def packed_attention(
@@ -147,14 +181,70 @@ def flash_attention(
     packing: Layout | None = None,
     **_: Any,
 ) -> tuple[Tensor, None]:
-    """What `packed_attention` does, in half precision on a GPU: nothing is padded and no key is repeated."""
+    """What `packed_attention` does, in half precision on a GPU: no key is repeated, and nothing is padded.
+
+    Samples of about the same length (`Layout.even`) are attended to as lines after all, by the fastest kernel
+    that torch has for them.
+    """
     if packing is None or varlen is None:
         raise ModelError("the model does not hand `packing` on to its attention")
     # The rotary embedding is computed in fp32, the kernel wants what it gets from the value's projection.
-    rows = [tensor[0].transpose(0, 1).to(value.dtype).contiguous() for tensor in (query, key, value)]
+    query, key, value = (t[0].transpose(0, 1).to(value.dtype) for t in (query, key, value))
+    if packing.even:
+        return _lined(query, key, value, packing, scaling)[None], None
+    rows = [tensor.contiguous() for tensor in (query, key, value)]
     bounds, longest = packing.bounds, packing.longest
     out = varlen(rows[0], rows[1], rows[2], bounds, bounds, longest, longest, scale=scaling)
     return out[None], None
+
+
+class _Spread(torch.autograd.Function):
+    """[N, …] → [n·L, …]: the tokens of a row at their places in lines. Its gradient is `_Gathered`, and the
+    other way round: what index_select does by itself adds up, token by token, what is written once."""
+
+    @staticmethod
+    def forward(ctx: Any, row: Tensor, lines: Tensor, inside: Tensor) -> Tensor:
+        ctx.save_for_backward(inside)
+        return row.index_select(0, lines)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        # Beyond a sample's end gradients are zero: no token sees what is there.
+        (inside,) = ctx.saved_tensors
+        return grad.index_select(0, inside), None, None
+
+
+class _Gathered(torch.autograd.Function):
+    """[n·L, …] → [N, …]."""
+
+    @staticmethod
+    def forward(ctx: Any, lined: Tensor, lines: Tensor, real: Tensor, inside: Tensor) -> Tensor:
+        ctx.save_for_backward(lines, real)
+        return lined.index_select(0, inside)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
+        lines, real = ctx.saved_tensors
+        spread = grad.index_select(0, lines)
+        return torch.where(real[:, None, None], spread, torch.zeros_like(spread)), None, None, None
+
+
+def _lined(query: Tensor, key: Tensor, value: Tensor, packing: Layout, scaling: float | None) -> Tensor:
+    """Attention by lines: [N, H, D] → the same."""
+    samples, length = packing.lines.shape
+    lines = packing.lines.flatten()
+
+    def line(row: Tensor) -> Tensor:
+        lined: Tensor = _Spread.apply(row, lines, packing.inside)  # type: ignore[no-untyped-call]
+        return lined.view(samples, length, *row.shape[1:]).transpose(1, 2)
+
+    grouped = query.shape[1] != key.shape[1]
+    out = F.scaled_dot_product_attention(
+        line(query), line(key), line(value), is_causal=True, scale=scaling, enable_gqa=grouped
+    )
+    out = out.transpose(1, 2).flatten(0, 1)
+    back: Tensor = _Gathered.apply(out, lines, packing.real.flatten(), packing.inside)  # type: ignore[no-untyped-call]
+    return back
 
 
 for _name, _function in ((PACKED, packed_attention), (FLASH, flash_attention)):
@@ -220,7 +310,7 @@ def pack(samples: Sequence[Sample], places: Sequence[int], device: torch.device,
     chosen = [samples[place] for place in places]
     lengths = [length(sample) for sample in chosen]
     longest = max(lengths)
-    rows: list[list[int]] = []
+    row = array("q")  # tokens by the ten thousand: from a list torch would take each one by itself
     select: list[int] = []
     ends: list[int] = []
     targets: list[int] = []
@@ -230,7 +320,8 @@ def pack(samples: Sequence[Sample], places: Sequence[int], device: torch.device,
     for number, (sample, size) in enumerate(zip(chosen, lengths, strict=True)):
         if not sample.prompt_ids:
             raise ModelError(f"interaction {sample.id} has an empty prompt: nothing predicts its first token")
-        rows.append([*sample.prompt_ids, *sample.completion_ids][:size])
+        row.extend(sample.prompt_ids)
+        row.extend(sample.completion_ids[: size - len(sample.prompt_ids)])
         first = start + len(sample.prompt_ids) - 1
         ends.append(first)
         judged = tuple(place for place, kept in enumerate(sample.loss_mask) if kept)
@@ -239,22 +330,19 @@ def pack(samples: Sequence[Sample], places: Sequence[int], device: torch.device,
             select.append(first + place)
             targets.append(sample.completion_ids[place])
             sequence.append(number)
+        if padded:
+            row.extend([0] * (longest - size))
         start += longest if padded else size
+    ids = torch.frombuffer(row, dtype=torch.long)
     layout = None
     if padded:
-        ids = torch.tensor([row + [0] * (longest - len(row)) for row in rows])
-        positions = torch.arange(longest).expand(len(rows), longest)
+        ids = ids.view(len(chosen), longest)
+        positions = torch.arange(longest).expand(len(chosen), longest)
     else:
-        ids = torch.tensor([[token for row in rows for token in row]])
-        positions = torch.cat([torch.arange(size) for size in lengths])[None]
-        steps = torch.arange(longest)[None]
-        sizes = torch.tensor(lengths)[:, None]
-        begins = sizes.cumsum(0) - sizes
-        real = steps < sizes
-        bounds = torch.cat([begins[:1, 0], sizes.cumsum(0)[:, 0]]).int()
-        layout = Layout(
-            torch.where(real, begins + steps, 0), real.flatten().nonzero()[:, 0], bounds, longest
-        ).to(device)
+        ids = ids[None]
+        sizes = torch.tensor(lengths)
+        positions = (torch.arange(start) - torch.repeat_interleave(sizes.cumsum(0) - sizes, sizes))[None]
+        layout = lay_out(lengths, device)
     return Pack(
         samples=tuple(places),
         input_ids=ids.to(device),
@@ -328,6 +416,10 @@ class PolicyModel:
         self.layers = Layers(self._decoder)
         self.flash = False
         """Whether packed attention is `flash_attention`."""
+        self._loss: Callable[..., tuple[Tensor, Tensor]] | None = None
+        """`_tokens`, compiled."""
+        self.lined = False
+        """Whether that attends to lines where samples are of like length."""
         self.fallbacks: list[str] = []
         """Fast ways that were tried and left out, each with its reason, in a sentence."""
         self._footprint: Footprint | None = None
@@ -432,7 +524,8 @@ class PolicyModel:
         )
 
     def hasten(self, exact: Trial, *, flash: bool, compiled: bool) -> None:
-        """Use flash attention and compiled layers, as asked for, as far as they are as good as the plain way.
+        """Use flash attention and compiled layers, as asked for, as far as they are as good as the plain way;
+        then attention by lines where there is flash, and a compiled loss where layers are.
 
         `exact` is what `trial` gave in fp32. What fails, or is further from it than EXACT allows, is left out
         and named in `fallbacks`.
@@ -446,19 +539,56 @@ class PolicyModel:
                 continue
             self._way(*way)
             names = zip(("flash attention", "compiled layers"), way, strict=True)
-            name = " and ".join(name for name, on in names if on)
-            try:
-                with torch.no_grad():  # a program of its own, where layers are compiled
-                    self._trial_scores()
-                error = self.trial().error(exact)
-            except FAULTS as fault:  # not for this machine or this model: the plain way is
-                told = " ".join(str(fault).split())[:300]
-                self.fallbacks.append(f"{name} failed with {type(fault).__name__}: {told}")
-            else:
-                if error <= allowed:
-                    return
-                self.fallbacks.append(f"{name} left an error of {error:.2g} where {allowed:.2g} is allowed")
-        self._way(False, False)
+            if self._good(" and ".join(name for name, on in names if on), exact, allowed):
+                break
+        else:
+            self._way(False, False)
+        if self.flash:
+            self.lined = True
+            self.lined = self._good("attention by lines", exact, allowed)
+        if self.layers.compiled:
+            self._loss = torch.compile(self._tokens, dynamic=True, backend=layers.BACKEND)
+            if not self._good("a compiled loss", exact, allowed):
+                self._loss = None
+
+    def _good(self, name: str, exact: Trial, allowed: float) -> bool:
+        """Whether the model as it is set up now works and gives what it should; else `fallbacks` says why."""
+        try:
+            if self.layers.compiled and self.device.type == "cuda":
+                self._warm(self._spare())
+            with torch.no_grad():  # a program of its own, where layers are compiled
+                self._trial_scores()
+            error = self.trial().error(exact)
+        except FAULTS as fault:  # not for this machine or this model: the plain way is
+            told = " ".join(str(fault).split())[:300]
+            self.fallbacks.append(f"{name} failed with {type(fault).__name__}: {told}")
+            return False
+        if error <= allowed:
+            return True
+        self.fallbacks.append(f"{name} left an error of {error:.2g} where {allowed:.2g} is allowed")
+        return False
+
+    def _warm(self, tokens: int) -> None:
+        """Compile on a row as long as those of the training. Programs are for rows of any length, but are
+        laid out for the first that they see: sums over a row of 200 tokens leave most of a GPU idle."""
+        # A length that is no size of a model: what is equal at first, a compiler takes to be equal always.
+        size = self._limit(min(tokens, 1400))
+        made = self._made(max(2, tokens // size), size, judged=16)
+        compiled, recompute = self.layers.compiled, self.layers.recompute
+        self.layers.run(compiled=compiled, recompute=True)  # little memory, and the same programs
+        try:
+            with torch.no_grad():
+                self.score(made)
+            first = [p for layer in self.layers.modules[:1] for p in layer.parameters() if p.requires_grad]
+            torch.autograd.grad(self.score(made).logprobs.sum(), first, allow_unused=True)
+        finally:
+            self.layers.run(compiled=compiled, recompute=recompute)
+
+    def _spare(self) -> int:
+        """Tokens of a row that a quarter of the free memory has room for, each layer's input kept."""
+        hidden = int(self.model.get_input_embeddings().weight.shape[1])
+        inputs = 4 * hidden * (len(self.layers.modules) + 40)  # 40: the inside of one layer, twice
+        return max(256, min(ROW, free(self.device) // 4 // inputs))
 
     def trial(self) -> Trial:
         """What the model makes of a few made-up samples, as it is set up now."""
@@ -476,7 +606,13 @@ class PolicyModel:
         generator = torch.Generator().manual_seed(1)
         rows = [torch.randint(0, words, (min(size, limit),), generator=generator) for size in (130, 7, 61)]
         samples = [_probe(row.tolist()) for row in rows]
-        return self.score(pack(samples, [0, 1, 2], self.device, padded=self.padded))
+        return self.score(self._even(pack(samples, [0, 1, 2], self.device, padded=self.padded)))
+
+    def _even(self, made: Pack) -> Pack:
+        """The same, to be attended to by lines if this is the way to be tried, and not if it is not."""
+        if made.layout is None:
+            return made
+        return replace(made, layout=replace(made.layout, even=self.lined))
 
     def footprint(self) -> Footprint:
         """What a forward pass on this GPU keeps for backward, per token: measured once."""
@@ -494,14 +630,19 @@ class PolicyModel:
 
     def _kept(self, samples: int, size: int) -> int:
         """Bytes still allocated after a forward pass over `samples` samples of `size` tokens."""
-        whole = _probe([0] * size)
-        last = replace(whole, loss_mask=(*(False for _ in whole.loss_mask[1:]), True))
-        made = pack([last] * samples, range(samples), self.device, padded=self.padded)
+        made = self._made(samples, size)
         before = torch.cuda.memory_allocated(self.device)
         scores = self.score(made)
         kept = torch.cuda.memory_allocated(self.device) - before
         del scores  # not before: it holds what is counted
         return kept
+
+    def _made(self, samples: int, size: int, judged: int = 1) -> Pack:
+        """`samples` samples of `size` tokens, the last `judged` of each judged."""
+        whole = _probe([0] * size)
+        answer = len(whole.loss_mask)
+        last = replace(whole, loss_mask=tuple(place >= answer - judged for place in range(answer)))
+        return self._even(pack([last] * samples, range(samples), self.device, padded=self.padded))
 
     def recompute(self, on: bool) -> None:
         """Keep of each layer its input only, and compute the rest again in backward. Raises ModelError."""
@@ -527,7 +668,10 @@ class PolicyModel:
 
     def score(self, batch: Pack) -> Scores:
         """One forward pass. Differentiable unless under no_grad."""
-        extra: dict[str, Any] = {} if batch.layout is None else {"packing": batch.layout}
+        layout = batch.layout
+        if layout is not None and layout.even and not self.lined:
+            layout = replace(layout, even=False)
+        extra: dict[str, Any] = {} if layout is None else {"packing": layout}
         with self._autocast():
             hidden = self._decoder(
                 input_ids=batch.input_ids, position_ids=batch.position_ids, use_cache=False, **extra
@@ -535,15 +679,24 @@ class PolicyModel:
             wanted = hidden.flatten(0, 1).index_select(0, batch.select)
         judged = batch.targets.numel()
         temperature = batch.temperature[batch.sequence]
+        # One token alone would be a program of its own.
+        tokens, most = (
+            (self._tokens, HEAD_ELEMENTS) if self._loss is None or judged < 2 else (self._loss, FUSED)
+        )
         pieces = [
-            self._pieces(self._tokens, wanted[start:stop], batch.targets[start:stop], temperature[start:stop])
-            for start, stop in self._ranges(judged)
+            self._pieces(tokens, most, wanted[start:stop], batch.targets[start:stop], temperature[start:stop])
+            for start, stop in self._ranges(judged, most)
         ]
         logprobs = torch.cat([piece[0] for piece in pieces]) if pieces else wanted.new_zeros(0)
         entropy = torch.cat([piece[1] for piece in pieces]) if pieces else wanted.new_zeros(0)
         shows = [
-            self._pieces(self._show, wanted[judged + start : judged + stop], batch.temperature[start:stop])
-            for start, stop in self._ranges(len(batch.samples))
+            self._pieces(
+                self._show,
+                HEAD_ELEMENTS,
+                wanted[judged + start : judged + stop],
+                batch.temperature[start:stop],
+            )
+            for start, stop in self._ranges(len(batch.samples), HEAD_ELEMENTS)
         ]
         return Scores(logprobs, entropy, torch.cat(shows))
 
@@ -559,14 +712,15 @@ class PolicyModel:
     def _show(self, hidden: Tensor, temperature: Tensor) -> Tensor:
         return show_rate(self.logits(hidden), self.stop_ids, temperature)
 
-    def _pieces(self, function: Callable[..., Any], *arguments: Tensor) -> Any:
+    def _pieces(self, function: Callable[..., Any], most: int, *arguments: Tensor) -> Any:
         whole = arguments[0].shape[0] * self._head.weight.shape[0]
-        if torch.is_grad_enabled() and whole * 2 > HEAD_ELEMENTS:
+        if torch.is_grad_enabled() and whole * 2 > most:
             return torch.utils.checkpoint.checkpoint(function, *arguments, use_reentrant=False)
         return function(*arguments)
 
-    def _ranges(self, count: int) -> Iterator[tuple[int, int]]:
-        step = max(1, HEAD_ELEMENTS // int(self._head.weight.shape[0]))
+    def _ranges(self, count: int, most: int) -> Iterator[tuple[int, int]]:
+        """Pieces of at most `most` logits."""
+        step = max(1, most // int(self._head.weight.shape[0]))
         for start in range(0, count, step):
             yield start, min(count, start + step)
 

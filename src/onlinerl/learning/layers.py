@@ -39,6 +39,10 @@ class Layers:
                 layer.__dict__["forward"] = partial(self._forward, layer)
 
     def _forward(self, layer: nn.Module, *arguments: Any, **named: Any) -> Any:
+        if self.compiled and torch.is_grad_enabled() and arguments and not arguments[0].requires_grad:
+            # The first layer, over frozen embeddings. A gradient that nobody needs costs less than the
+            # program of its own which it would get without.
+            arguments = (arguments[0].detach().requires_grad_(), *arguments[1:])
         run = partial(self._program(type(layer)), layer)
         if self.recompute and torch.is_grad_enabled():
             # Nothing in a model in eval() draws random numbers, so there is no state of theirs to keep.
@@ -51,7 +55,9 @@ class Layers:
         if not self.compiled:
             return kind.forward
         if kind not in self._programs:
-            self._programs[kind] = torch.compile(kind.forward, dynamic=True, backend=BACKEND)
+            self._programs[kind] = torch.compile(
+                kind.forward, dynamic=True, backend=BACKEND, options=_options() or None
+            )
         return self._programs[kind]
 
 
@@ -61,3 +67,14 @@ def _layers(decoder: nn.Module) -> list[nn.Module]:
 
     sizes = [sum(weights.numel() for weights in one.parameters()) for one in lists]
     return list(lists[sizes.index(max(sizes))]) if lists else []
+
+
+def _options() -> dict[str, Any]:
+    """Of the code generator: sums over rows and over columns in one pass, in rows of any length. By itself it
+    makes a second program for rows of less than some thousand tokens."""
+    if BACKEND != "inductor":
+        return {}
+    from torch._inductor import config  # three seconds, and needed by those alone who compile
+
+    known = hasattr(config.triton, "mix_order_reduction_non_strict_mode")
+    return {"triton.mix_order_reduction_non_strict_mode": True} if known else {}

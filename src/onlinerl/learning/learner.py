@@ -22,7 +22,10 @@ TRUSTED = 0.05
 """Mean |log π_trainer − log π_engine| per token up to which the engine's numbers are the trainer's own, so
 that an answer sampled from the reference need not be scored under it again. fp32 on both sides
 differs by 1e-5, bf16 by 0.02; an int8 engine fails, and then the reference is asked."""
-
+WATCH = 8
+"""Where the KL is no part of the loss and costs a forward pass of the reference, it is measured in every so
+many batches. What it costs is a third of a step; it moves slowly, and no version becomes one unmeasured
+(`Learner.inspect`)."""
 
 JUDGED = ("kl", "entropy", "clip_fraction", "length", "veto_fraction")
 """Numbers of a step that the guards look at."""
@@ -127,7 +130,7 @@ class Learner:
         share = min(1.0, len(batch) / self.train.batch)
         minibatches = self._plan(samples, advantage, number)
         totals = Totals()
-        self._prepare(minibatches, samples)
+        measured = self._prepare(minibatches, samples, number)
         for parts in minibatches:
             for group in self.optimizer.param_groups:
                 group["lr"] = self.lr * share * self._risen()
@@ -139,6 +142,8 @@ class Learner:
             self.moved = True
         show = torch.cat([p.show for parts in minibatches for p in parts if p.show is not None]).mean().item()
         numbers = self._metrics(totals, batch, show)
+        if not measured:
+            del numbers["kl"]
         bands.batch({name: numbers[name] for name in JUDGED if name in numbers}, len(batch))
         if self.settings.show:
             numbers |= self._silence(show, samples, bands)
@@ -244,18 +249,25 @@ class Learner:
         part.show = scores.show
         return scores
 
-    def _prepare(self, minibatches: Sequence[Sequence[Part]], samples: Sequence[Sample]) -> None:
+    def _prepare(self, minibatches: Sequence[Sequence[Part]], samples: Sequence[Sample], number: int) -> bool:
         """π_prox and the reference for all but the first minibatch, which gets them from its own training
-        pass: before its step the weights are those of the batch's start."""
+        pass: before its step the weights are those of the batch's start.
+
+        False: the reference is not asked for this batch, and the KL is measured to nothing.
+        """
         for parts in minibatches[1:]:
             for part in parts:
                 part.prox = self._score(self.policy, part).logprobs
-        for parts in minibatches:
-            for part in parts:
-                if self.moved:
-                    part.reference = self._reference(part, samples, None)
-                elif part.prox is not None:
-                    part.reference = part.prox
+        whole = [part for parts in minibatches for part in parts]
+        if not self.moved:
+            for part in whole:
+                part.reference = part.prox
+            return True
+        if self.settings.kl == 0 and number % WATCH and not all(self._told(part, samples) for part in whole):
+            return False
+        for part in whole:
+            part.reference = self._reference(part, samples, None)
+        return True
 
     def _measure_trust(self, parts: Sequence[Part], samples: Sequence[Sample]) -> None:
         """While the weights are the reference's, π_prox is π_ref: hold it against what the engine said."""
@@ -274,15 +286,19 @@ class Learner:
             for place in part.pack.samples
         ]
 
+    def _told(self, part: Part, samples: Sequence[Sample]) -> bool:
+        """Whether log π_ref of the judged tokens is what the engine said of them."""
+        return bool(self.trusted) and all(
+            own
+            for own, judged in zip(self._from_reference(part, samples), part.pack.tokens, strict=True)
+            if judged
+        )
+
     def _reference(self, part: Part, samples: Sequence[Sample], policy: Tensor | None) -> Tensor:
         """log π_ref of the judged tokens, [K]."""
         if not self.moved and policy is not None:
             return policy
-        if self.trusted and all(
-            own
-            for own, judged in zip(self._from_reference(part, samples), part.pack.tokens, strict=True)
-            if judged
-        ):
+        if self._told(part, samples):
             return part.behaviour
         if self._referee is None:
             self._referee = self._load(self.reference)
@@ -305,9 +321,8 @@ class Learner:
             part.show = scores.show.detach()
             if part.prox is None:
                 part.prox = scores.logprobs.detach()
-                if not self.moved and part.reference is None:
-                    part.reference = part.prox
-            assert part.reference is not None
+            if part.reference is None:  # the weights are the reference's, or nobody asks for the KL
+                part.reference = part.prox
             one = losses.policy_loss(
                 scores.logprobs,
                 part.prox,

@@ -69,8 +69,10 @@ class RunLog:
         self.scalars(batch, numbers)
         if self._progress is not None and self._task is not None:
             # A batch of which nothing was usable has neither.
-            reward, kl = numbers.get("reward", math.nan), numbers.get("kl", math.nan)
-            note = f"step {batch}  reward {reward:+.3f}  kl {kl:.4f}"
+            reward = numbers.get("reward", math.nan)
+            note = f"step {batch}  reward {reward:+.3f}"
+            if "kl" in numbers:  # not every batch's is measured
+                note += f"  kl {numbers['kl']:.4f}"
             self._progress.update(self._task, completed=batch, note=note)
 
     def note(self, words: str) -> None:
