@@ -46,8 +46,8 @@ FAULTS = (RuntimeError, ValueError, TypeError, AttributeError)
 
 Replay = Callable[[], None]
 Capture = Callable[[Callable[[], None], object], tuple[Replay, object]]
-"""A pass, and the memory pool to share (None: a new one) → what repeats the pass, and the pool. It may compute
-the pass any number of times meanwhile: that changes nothing."""
+"""A pass, and the memory pool to share (None: a new one) → what repeats the pass, and the pool. It may
+compute the pass any number of times meanwhile: that changes nothing."""
 
 log = logging.getLogger(__name__)
 

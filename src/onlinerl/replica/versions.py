@@ -18,7 +18,7 @@ from torch import Tensor
 from onlinerl.config import Engine
 from onlinerl.errors import EngineError, OnlineRLError, WeightsError
 from onlinerl.replica.decoder import Decoder, Group
-from onlinerl.replica.graphs import capture_cuda
+from onlinerl.replica.graphs import Capture, capture_cuda
 from onlinerl.replica.model import REST, Skeleton, Weights, build, place_weights, read_weights
 
 SPARE = 2
@@ -36,6 +36,10 @@ class Versions:
         self._skeleton: Skeleton | None = None
         self.device = _device(settings.device)
         self.dtype = _dtype(settings.dtype, self.device)
+        self.capture: Capture | None = (
+            capture_cuda if settings.graphs and self.device.type == "cuda" else None
+        )
+        """How decode steps are captured; None: they are not, and no group outlives its version."""
 
     @property
     def context(self) -> int:
@@ -81,8 +85,7 @@ class Versions:
         tensors `fill` then overwrites in place, or a new one."""
         spare = self._decoder.take_spare(skeleton)
         if spare is None:
-            capture = capture_cuda if self._settings.graphs and self.device.type == "cuda" else None
-            group = Group(version, skeleton, fill(None), self._settings.concurrency, capture)
+            group = Group(version, skeleton, fill(None), self._settings.concurrency, self.capture)
         else:
             try:
                 spare.renew(version, fill(spare.weights))
