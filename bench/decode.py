@@ -10,8 +10,8 @@ its events included: median, after warming up. `any shape` is what a CPU compute
 Then what must be so, each a line of `wrong` where it is not, and exit code 1:
 
 - a graph draws what its pass draws when computed eagerly: the same tokens, log-probabilities to 1e-6;
-- in float32 passes of any shape draw the same tokens, log-probabilities to 1e-4; in bfloat16 other kernels
-  round otherwise: before the first token that differs, the mean difference of log-probabilities is below 0.05;
+- in float32 passes of any shape draw the same tokens, log-probabilities to 1e-4; in bfloat16, where other
+  kernels round otherwise, log-probabilities differ by less than 0.05 in the mean up to the first other token;
 - after new weights took the place of the old ones, a graph draws what these draw.
 
 And for the offline engine, 256 prompts of 200 tokens × 48 tokens: seconds of a batch with and without
