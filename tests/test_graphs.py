@@ -20,7 +20,7 @@ from onlinerl.records import FinishReason, Generation
 from onlinerl.replica.decoder import Decoder, End, Event, Group, Running
 from onlinerl.replica.graphs import Capture, Replay, Shape, shape_of
 from onlinerl.replica.model import Skeleton, Weights, read_weights
-from onlinerl.replica.rows import Rows
+from onlinerl.replica.rows import Chunk, Prompts, Rows, batched
 from onlinerl.replica.sampling import Drawn, draw, draw_whole
 from onlinerl.replica.versions import Versions
 from tests.test_decoder import (
@@ -248,6 +248,51 @@ def test_prompts_of_another_version_do_not_hold_up_steps_of_fixed_shape(tmp_path
     finish(group, 64, events)
     check(model, decoding, events)
     check(model, late, events)
+
+
+@pytest.mark.parametrize("kind", CONFIGS)
+def test_prompts_as_one_padded_batch_give_what_single_ones_give(
+    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("onlinerl.replica.rows.PADDED", 200)  # several batches
+    model = make(tmp_path, CONFIGS[kind])
+    skeleton = skeleton_of(tmp_path)
+    group = Group(0, skeleton, skeleton.take_first(), 12)
+    group.batched = True
+    # Rows with something in them, a prompt that shares a beginning, pieces of prompts, decoding rows beside.
+    events = list[Event]()
+    begun = [start(group, ask(text, seed=1, max_tokens=3)) for text in texts(6)]
+    finish(group, 1000, events)
+    long = next(text for text in texts(6) if len(text) > 30)
+    for seed, prompts in enumerate((texts(4, seed=8), [[*long[:28], 5, 6, 7], *texts(6, seed=9)])):
+        begun += [start(group, ask(text, seed=seed, max_tokens=9)) for text in prompts]
+        with torch.inference_mode():
+            events += group.step(70)[0]
+            events += group.step(70)[0]
+    finish(group, 40, events)
+    for sequence in begun:
+        check(model, sequence, events)
+
+
+def test_beginnings_that_follow_one_another_are_one_batch(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("onlinerl.replica.rows.PADDED", 12)
+    sizes = [(3, 0, 1), (0, 0, 4), (1, 0, 2), (5, 7, 3), (2, 0, 5), (6, 0, 3), (7, 0, 1), (4, 2, 2)]
+    chunks, offset = [], 0
+    for row, begin, size in sizes:
+        chunks.append(Chunk(row, begin, size, offset))
+        offset += size
+    made = batched(chunks, torch.device("cpu"))
+    told = [
+        (one.offset, one.rows.tolist(), one.longest, one.places.tolist()) if isinstance(one, Prompts) else one
+        for one in made
+    ]
+    assert told == [
+        (0, [3, 0, 1], 4, [0, 4, 5, 6, 7, 8, 9]),
+        chunks[3],
+        (10, [2, 6], 5, [0, 1, 2, 3, 4, 5, 6, 7]),
+        chunks[6],
+        chunks[7],
+    ]
 
 
 # ---------------------------------------------------------------------------------- weights in place

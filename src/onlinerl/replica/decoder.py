@@ -23,7 +23,7 @@ from onlinerl.errors import EngineFull, OnlineRLError, RequestError, VersionNotL
 from onlinerl.records import FinishReason, Generation
 from onlinerl.replica.graphs import Asked, Capture, Steps
 from onlinerl.replica.model import Skeleton, Weights
-from onlinerl.replica.rows import Chunk, Plan, Rows
+from onlinerl.replica.rows import Chunk, Plan, Rows, batched
 from onlinerl.replica.sampling import Drawn, draw
 
 CACHE_BYTES = 512 << 20
@@ -120,6 +120,8 @@ class Group:
         """In the order of arrival."""
         self._positions = torch.arange(skeleton.context, device=skeleton.device)
         self._dtype = skeleton.dtype
+        self.batched = skeleton.device.type != "cpu"
+        """Prompts that are read in one pass are attended to as one padded batch."""
         self.steps = None if capture is None else Steps(skeleton, weights, self._cache, capture)
         """Passes of fixed shapes. A group that has them is worth keeping when its version goes."""
 
@@ -196,7 +198,7 @@ class Group:
         keep = list(range(len(decoding)))
         drawing = list(decoding)
         plan = Plan(slots=self._positions)
-        self._plan_decoding(plan, rows, positions)
+        chunks = self._plan_decoding(plan, rows, positions)
         read = 0
         for sequence in self.reading:
             size = min(sequence.prompt - sequence.done, budget - read)
@@ -204,7 +206,7 @@ class Group:
                 break
             start, row = sequence.done, sequence.row
             assert row is not None
-            plan.chunks.append(self._chunk(row.index, start, size, len(tokens)))
+            chunks.append(self._chunk(row.index, start, size, len(tokens)))
             tokens += sequence.ids[start : start + size]
             positions += range(start, start + size)
             slots += range(row.index * capacity + start, row.index * capacity + start + size)
@@ -213,6 +215,7 @@ class Group:
             if sequence.done == sequence.prompt:
                 keep.append(len(tokens) - 1)
                 drawing.append(sequence)
+        plan.chunks = batched(chunks, self.skeleton.device) if self.batched else chunks
         plan.slots = torch.tensor(slots, device=self.skeleton.device)
         logits = self.skeleton.forward(self.weights, tokens, positions, keep or [0], self._cache, plan)
         if not drawing:
@@ -221,17 +224,19 @@ class Group:
             sequence.done += 1
         return self._sample(logits, drawing), read
 
-    def _plan_decoding(self, plan: Plan, rows: Sequence[int], positions: Sequence[int]) -> None:
-        """One batch over the rows from the lowest to the highest, or row by row where they lie far apart."""
+    def _plan_decoding(self, plan: Plan, rows: Sequence[int], positions: Sequence[int]) -> list[Chunk]:
+        """One batch over the rows from the lowest to the highest; row by row, as chunks, where they lie far
+        apart."""
         count = len(rows)
         if not count:
-            return
+            return []
         device = self.skeleton.device
         low, high = rows[0], rows[-1] + 1
         if high - low > (2 * count if device.type == "cpu" else LAUNCHES * count):
-            for offset, (row, position) in enumerate(zip(rows, positions, strict=True)):
-                plan.chunks.append(Chunk(row, position, 1, offset))
-            return
+            return [
+                Chunk(row, position, 1, offset)
+                for offset, (row, position) in enumerate(zip(rows, positions, strict=True))
+            ]
         plan.decoding, plan.low, plan.high = count, low, high
         plan.length = max(positions) + 1
         if high - low > count:
@@ -245,6 +250,7 @@ class Group:
             outside = self._positions[: plan.length] >= torch.tensor(lengths, device=device)[:, None]
             mask = torch.zeros(outside.shape, device=device, dtype=self._dtype)
             plan.mask = mask.masked_fill_(outside, float("-inf"))[:, None, None]
+        return []
 
     def _chunk(self, row: int, start: int, size: int, offset: int) -> Chunk:
         if start == 0 or size == 1:

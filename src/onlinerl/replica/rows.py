@@ -12,9 +12,9 @@ from __future__ import annotations
 import math
 import mmap
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -49,6 +49,63 @@ class Chunk:
     """Additive, [size, start + size], where it is neither causal nor a single token."""
 
 
+@dataclass(frozen=True, slots=True)
+class Prompts:
+    """Beginnings of several sequences, one after the other in the pass, attended to as one padded batch."""
+
+    offset: int
+    """Index of the first one's first token among the tokens of the pass."""
+    size: int
+    """Tokens of all of them."""
+    longest: int
+    rows: Tensor
+    """[sequences]"""
+    places: Tensor
+    """[size] where each token is among sequences × longest."""
+
+
+PADDED = 1 << 17
+"""Tokens, padding included, of a batch of prompts: at 1,536 numbers each in 16 bits 0.4 GB for the queries,
+and as much for keys, values and answers each."""
+
+
+def batched(chunks: Sequence[Chunk], device: torch.device) -> list[Chunk | Prompts]:
+    """The same chunks in the same order, with beginnings that follow one another as one batch: for a GPU,
+    which computes padding faster than Python launches a handful of kernels for each prompt and layer."""
+    made: list[Chunk | Prompts] = []
+    run: list[Chunk] = []
+    longest = 0
+
+    def close() -> None:
+        if len(run) < 2:
+            made.extend(run)
+        else:
+            rows = [chunk.row for chunk in run]
+            places = [n * longest + i for n, chunk in enumerate(run) for i in range(chunk.size)]
+            made.append(
+                Prompts(
+                    offset=run[0].offset,
+                    size=len(places),
+                    longest=longest,
+                    rows=torch.tensor(rows, device=device),
+                    places=torch.tensor(places, device=device),
+                )
+            )
+        run.clear()
+
+    for chunk in chunks:
+        if chunk.start or (len(run) + 1) * max(longest, chunk.size) > PADDED:
+            close()
+            longest = 0
+        if chunk.start:
+            made.append(chunk)
+        else:
+            run.append(chunk)
+            longest = max(longest, chunk.size)
+    close()
+    return made
+
+
 @dataclass(slots=True)
 class Plan:
     """What one pass computes; made once, used by every layer."""
@@ -66,7 +123,8 @@ class Plan:
     """[decoding] their rows less `low`; None when that is 0, 1, 2, …"""
     mask: Tensor | None = None
     """Additive, [high − low, 1, 1, length]."""
-    chunks: list[Chunk] = field(default_factory=list)
+    chunks: Sequence[Chunk | Prompts] = ()
+    """What follows the first tokens, in the order of their offsets."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -222,6 +280,9 @@ def attend(
         ).reshape(-1, heads, width)
         parts.append(answer if plan.pick is None else answer.index_select(0, plan.pick))
     for chunk in plan.chunks:
+        if isinstance(chunk, Prompts):
+            parts.append(_attend_prompts(chunk, query, key, value, scaling))
+            continue
         end = chunk.start + chunk.size
         asked = query[0, :, chunk.offset : chunk.offset + chunk.size]
         keys = key[chunk.row, :end].transpose(0, 1).unsqueeze(1).expand(-1, group, -1, -1)
@@ -237,6 +298,31 @@ def attend(
         parts.append(answer.reshape(heads, chunk.size, width).transpose(0, 1))
     joined = parts[0] if len(parts) == 1 else torch.cat(parts)
     return joined.reshape(1, tokens, heads, width), None
+
+
+def _attend_prompts(
+    prompts: Prompts, query: Tensor, key: Tensor, value: Tensor, scaling: float | None
+) -> Tensor:
+    """`[prompts.size, heads, width]`. Past the end of a prompt a row may hold anything finite: causality hides
+    it from the prompt's own tokens, and nobody reads what the padding gets."""
+    heads, shared = query.shape[1], key.shape[2]
+    count, longest = prompts.rows.shape[0], prompts.longest
+    asked = query[0, :, prompts.offset : prompts.offset + prompts.size].transpose(0, 1)
+    padded = query.new_zeros(count * longest, heads, query.shape[3]).index_copy_(0, prompts.places, asked)
+    keys, values = (
+        whole[:, :longest]
+        .index_select(0, prompts.rows)
+        .transpose(1, 2)
+        .unsqueeze(2)
+        .expand(-1, -1, heads // shared, -1, -1)
+        .reshape(count, heads, longest, -1)
+        for whole in (key, value)
+    )
+    answer = F.scaled_dot_product_attention(
+        padded.view(count, longest, heads, -1).transpose(1, 2), keys, values, is_causal=True, scale=scaling
+    )
+    answer = answer.transpose(1, 2).reshape(count * longest, heads, -1)
+    return answer.index_select(0, prompts.places)
 
 
 ALL_ATTENTION_FUNCTIONS.register(ATTENTION, attend)
