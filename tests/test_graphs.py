@@ -12,14 +12,15 @@ from typing import Any
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import Qwen2Config
 
 from onlinerl.config import Engine
 from onlinerl.errors import VersionNotLoaded, WeightsError
 from onlinerl.records import FinishReason, Generation
 from onlinerl.replica.decoder import Decoder, End, Event, Group, Running
-from onlinerl.replica.graphs import Capture, Replay, Shape, shape_of
-from onlinerl.replica.model import Skeleton, Weights, read_weights
+from onlinerl.replica.graphs import Capture, Replay, Shape, Steps, shape_of
+from onlinerl.replica.model import Skeleton, Weights, build, read_weights
 from onlinerl.replica.rows import Chunk, Prompts, Rows, batched
 from onlinerl.replica.sampling import Drawn, draw, draw_whole
 from onlinerl.replica.versions import Versions
@@ -141,6 +142,41 @@ def test_fixed_shapes_give_what_passes_of_any_shape_give(kind: str, tmp_path: Pa
             assert a.token == b.token
             assert a.logprob == pytest.approx(b.logprob, abs=1e-5)
             assert [token for token, _ in a.top] == [token for token, _ in b.top]
+
+
+class HostTensors(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Notes operators that are given tensors of the host."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.seen: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        for value in (*args, *(kwargs or {}).values()):
+            if isinstance(value, torch.Tensor) and value.device.type == "cpu":
+                self.seen.append(str(func))
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("kind", CONFIGS)
+def test_a_pass_neither_reads_results_nor_brings_tensors_from_the_host(kind: str, tmp_path: Path) -> None:
+    # A capture forbids both. On the device without data the first raises, and the second is noted.
+    make(tmp_path, CONFIGS[kind])
+    skeleton = build(tmp_path, torch.device("cpu"), torch.bfloat16, None)
+    weights = skeleton.take_first()
+    nowhere = torch.device("meta")
+    for module in skeleton.model.modules():
+        for table in (module._parameters, module._buffers):
+            for name, tensor in table.items():
+                if tensor is not None:
+                    table[name] = tensor.detach().to(nowhere)
+    skeleton.device = nowhere
+    skeleton._no_mask = skeleton._no_mask.to(nowhere)
+    placed = Weights(tuple(tensor.to(nowhere) for tensor in weights.tensors))
+    steps = Steps(skeleton, placed, Rows(4, 96), None)
+    with torch.inference_mode(), HostTensors() as noted:
+        steps.compute(Shape(4, 64))
+    assert noted.seen == []
 
 
 def test_rows_that_are_taken_along_keep_what_they_hold(tmp_path: Path, fake: Fake) -> None:

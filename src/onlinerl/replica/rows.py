@@ -303,7 +303,7 @@ def attend(
 def _attend_prompts(
     prompts: Prompts, query: Tensor, key: Tensor, value: Tensor, scaling: float | None
 ) -> Tensor:
-    """`[prompts.size, heads, width]`. Past the end of a prompt a row may hold anything finite: causality hides
+    """`[prompts.size, heads, width]`. Past a prompt's end a row may hold anything finite: causality hides
     it from the prompt's own tokens, and nobody reads what the padding gets."""
     heads, shared = query.shape[1], key.shape[2]
     count, longest = prompts.rows.shape[0], prompts.longest
