@@ -7,7 +7,7 @@ import json
 from pathlib import Path
 
 import pytest
-from bench import large, precision
+from bench import decode, large, precision
 from bench.trainer import main
 
 from tests.test_batches import CPU, build, draw
@@ -74,3 +74,28 @@ def test_precision_is_compared_on_the_same_gradient(tmp_path: Path) -> None:
     error = {name: sum(row["relative_error"] for row in ways[name]) for name in ("bfloat16", "float16")}
     assert error["float16"] < error["bfloat16"], "ten bits of fraction against seven"
     assert ways["float16"][0]["scale"] > 1.0
+
+
+def test_the_benchmark_of_decode_steps_runs_and_finds_nothing_wrong(tmp_path: Path) -> None:
+    out = tmp_path / "decode.json"
+    code = decode.main(
+        ["--models", "tiny-random", "--rows", "2,4", "--new", "12", "--size", "24", "--offline", "3x4",
+         "--device", "cpu", "--seconds", "100", "--out", str(out)]
+    )  # fmt: skip
+    report = json.loads(out.read_text())
+    assert (code, report["wrong"], report["left_out"]) == (0, [], [])
+    assert [row["rows"] for row in report["rows"]] == [4, 2, 4]
+    assert all(row["shapes"] for row in report["rows"])
+    assert report["profile"]["any shape"]["aten_ops"] > 50
+
+
+def test_the_benchmark_of_decode_steps_notices_other_answers() -> None:
+    course = decode.Course([[1, 2], [3, 4]], [[-1.0, -1.0], [-1.0, -1.0]])
+    other = decode.Course([[1, 2], [3, 5]], [[-1.0, -1.1], [-1.0, -9.0]])
+    found = decode.compare(course, other)
+    assert (found["equal"], round(found["most"], 6)) == (0.5, 0.1)
+    wrong: list[str] = []
+    decode.check(wrong, "loose", found, most=0, mean=0.05)
+    assert wrong == []
+    decode.check(wrong, "exact", found, most=0.2, mean=0.05)
+    assert len(wrong) == 1

@@ -21,8 +21,9 @@ from torch import Tensor
 
 from onlinerl.errors import EngineFull, OnlineRLError, RequestError, VersionNotLoaded
 from onlinerl.records import FinishReason, Generation
+from onlinerl.replica.graphs import Asked, Capture, Steps
 from onlinerl.replica.model import Skeleton, Weights
-from onlinerl.replica.rows import Chunk, Plan, Rows
+from onlinerl.replica.rows import Chunk, Plan, Rows, batched
 from onlinerl.replica.sampling import Drawn, draw
 
 CACHE_BYTES = 512 << 20
@@ -67,11 +68,11 @@ class Running:
     """When it got its row."""
     context: object = None
     """Whatever the receiver of its tokens needs."""
+    prompt: int = field(init=False)
+    """Length of the prompt."""
 
-    @property
-    def prompt(self) -> int:
-        """Length of the prompt."""
-        return len(self.request.prompt_ids)
+    def __post_init__(self) -> None:
+        self.prompt = len(self.request.prompt_ids)
 
 
 @dataclass(eq=False, slots=True)
@@ -92,7 +93,15 @@ Event = tuple[Running, Drawn | End]
 class Group:
     """One version: its weights, its rows and the sequences that run on it."""
 
-    def __init__(self, version: int, skeleton: Skeleton, weights: Weights, concurrency: int) -> None:
+    def __init__(
+        self,
+        version: int,
+        skeleton: Skeleton,
+        weights: Weights,
+        concurrency: int,
+        capture: Capture | None = None,
+    ) -> None:
+        """With `capture`, passes that only decode have fixed shapes, which it captures; see `graphs`."""
         self.version = version
         self.skeleton = skeleton
         self.weights = weights
@@ -100,7 +109,8 @@ class Group:
         self.leaving = False
         """Takes no new requests: forgotten when the last sequence ends."""
         fits = CACHE_BYTES // max(1, concurrency * skeleton.width * skeleton.dtype.itemsize)
-        self._cache = Rows(concurrency, min(skeleton.context, max(512, fits)))
+        # In sixteens: GPU kernels want aligned masks.
+        self._cache = Rows(concurrency, min(skeleton.context, max(512, fits // 16 * 16)))
         self._rows = [Row(index) for index in range(concurrency)]
         self._free = list(self._rows)
         self._clock = 0
@@ -110,6 +120,22 @@ class Group:
         """In the order of arrival."""
         self._positions = torch.arange(skeleton.context, device=skeleton.device)
         self._dtype = skeleton.dtype
+        self.batched = skeleton.device.type != "cpu"
+        """Prompts that are read in one pass are attended to as one padded batch."""
+        self.steps = None if capture is None else Steps(skeleton, weights, self._cache, capture)
+        """Passes of fixed shapes. A group that has them is worth keeping when its version goes."""
+
+    def renew(self, version: int, weights: Weights) -> None:
+        """Become the group of another version, whose `weights` have taken the place of the old ones: what was
+        captured stays valid. Only for a group that no decoder holds and nothing runs on."""
+        assert self.idle
+        self.version, self.weights, self.leaving = version, weights, False
+        if self.steps is not None:
+            self.steps.weights = weights
+        for row in self._rows:
+            row.ids = []  # keys and values of the old weights
+        with torch.inference_mode():
+            self._cache.clear()
 
     @property
     def running(self) -> int:
@@ -126,20 +152,24 @@ class Group:
         needed = min(self.skeleton.context, sequence.prompt + sequence.limit)
         if needed > self._cache.capacity:
             self._cache.grow(0, min(self.skeleton.context, max(needed, 2 * self._cache.capacity)))
+            if self.steps is not None:
+                self.steps.invalidate()
         # A prompt's last token is always computed: the first answer token is drawn from its logits.
         prompt = sequence.ids[: sequence.prompt - 1]
-        best, shared = min(self._free, key=lambda row: row.used), 0
-        for row in self._free:
-            length = _common(row.ids, prompt)
-            if length >= SHARED and length > shared:
-                best, shared = row, length
-        source = None
-        for other in self.decoding + self.reading:
-            length = _common(other.ids[: other.done], prompt)
-            if length >= SHARED and length > shared:
-                source, shared = other.row, length
-        if source is not None:
+        head = prompt[:SHARED]
+        best, shared, source = None, 0, None
+        if len(head) == SHARED:
+            for row in self._free:
+                if row.ids[:SHARED] == head and (length := _common(row.ids, prompt)) > shared:
+                    best, shared = row, length
+            for other in self.decoding + self.reading:
+                if other.done > shared and other.ids[:SHARED] == head:
+                    length = min(other.done, _common(other.ids, prompt))
+                    if length >= SHARED and length > shared:
+                        source, shared = other.row, length
+        if best is None or source is not None:
             best = min(self._free, key=lambda row: row.used)
+        if source is not None:
             self._cache.copy_row(source.index, best.index, shared)
         self._free.remove(best)
         self._clock += 1
@@ -158,6 +188,8 @@ class Group:
     def step(self, budget: int) -> tuple[list[Event], int]:
         """One pass, at most `budget` prompt tokens in it; returns what came of it and how many they were."""
         decoding = self.decoding
+        if self.steps is not None and decoding and (not self.reading or budget <= 0):
+            return self._step(self.steps), 0
         tokens = [sequence.ids[-1] for sequence in decoding]
         positions = [sequence.done for sequence in decoding]
         rows = [sequence.row.index for sequence in decoding if sequence.row is not None]
@@ -166,7 +198,7 @@ class Group:
         keep = list(range(len(decoding)))
         drawing = list(decoding)
         plan = Plan(slots=self._positions)
-        self._plan_decoding(plan, rows, positions)
+        chunks = self._plan_decoding(plan, rows, positions)
         read = 0
         for sequence in self.reading:
             size = min(sequence.prompt - sequence.done, budget - read)
@@ -174,7 +206,7 @@ class Group:
                 break
             start, row = sequence.done, sequence.row
             assert row is not None
-            plan.chunks.append(self._chunk(row.index, start, size, len(tokens)))
+            chunks.append(self._chunk(row.index, start, size, len(tokens)))
             tokens += sequence.ids[start : start + size]
             positions += range(start, start + size)
             slots += range(row.index * capacity + start, row.index * capacity + start + size)
@@ -183,6 +215,7 @@ class Group:
             if sequence.done == sequence.prompt:
                 keep.append(len(tokens) - 1)
                 drawing.append(sequence)
+        plan.chunks = batched(chunks, self.skeleton.device) if self.batched else chunks
         plan.slots = torch.tensor(slots, device=self.skeleton.device)
         logits = self.skeleton.forward(self.weights, tokens, positions, keep or [0], self._cache, plan)
         if not drawing:
@@ -191,17 +224,19 @@ class Group:
             sequence.done += 1
         return self._sample(logits, drawing), read
 
-    def _plan_decoding(self, plan: Plan, rows: Sequence[int], positions: Sequence[int]) -> None:
-        """One batch over the rows from the lowest to the highest, or row by row where they lie far apart."""
+    def _plan_decoding(self, plan: Plan, rows: Sequence[int], positions: Sequence[int]) -> list[Chunk]:
+        """One batch over the rows from the lowest to the highest; row by row, as chunks, where they lie far
+        apart."""
         count = len(rows)
         if not count:
-            return
+            return []
         device = self.skeleton.device
         low, high = rows[0], rows[-1] + 1
         if high - low > (2 * count if device.type == "cpu" else LAUNCHES * count):
-            for offset, (row, position) in enumerate(zip(rows, positions, strict=True)):
-                plan.chunks.append(Chunk(row, position, 1, offset))
-            return
+            return [
+                Chunk(row, position, 1, offset)
+                for offset, (row, position) in enumerate(zip(rows, positions, strict=True))
+            ]
         plan.decoding, plan.low, plan.high = count, low, high
         plan.length = max(positions) + 1
         if high - low > count:
@@ -215,6 +250,7 @@ class Group:
             outside = self._positions[: plan.length] >= torch.tensor(lengths, device=device)[:, None]
             mask = torch.zeros(outside.shape, device=device, dtype=self._dtype)
             plan.mask = mask.masked_fill_(outside, float("-inf"))[:, None, None]
+        return []
 
     def _chunk(self, row: int, start: int, size: int, offset: int) -> Chunk:
         if start == 0 or size == 1:
@@ -224,15 +260,42 @@ class Group:
         mask = torch.zeros(outside.shape, device=self.skeleton.device, dtype=self._dtype)
         return Chunk(row, start, size, offset, mask=mask.masked_fill_(outside, float("-inf")))
 
-    def _sample(self, logits: Tensor, drawing: Sequence[Running]) -> list[Event]:
+    def _step(self, steps: Steps) -> list[Event]:
+        """A pass of fixed shape, which only decodes."""
+        decoding = list(self.decoding)
+        asked = [
+            Asked(
+                _row(sequence),
+                sequence.ids[-1],
+                sequence.done,
+                sequence.request.temperature,
+                sequence.uniform.random(),
+            )
+            for sequence in decoding
+        ]
+        pairs = steps.step(asked)
+        for sequence in decoding:
+            sequence.done += 1
+        if any(s.request.top_logprobs or s.request.top_p < 1 for s in decoding):
+            uniforms = [one.uniform for one in asked]
+            return self._sample(steps.logits([one.row for one in asked]), decoding, uniforms)
+        return self._settle(decoding, [Drawn(int(token), logprob) for token, logprob in pairs])
+
+    def _sample(
+        self, logits: Tensor, drawing: Sequence[Running], uniforms: Sequence[float] | None = None
+    ) -> list[Event]:
         requests = [sequence.request for sequence in drawing]
         drawn = draw(
             logits,
             [request.temperature for request in requests],
             [request.top_p for request in requests],
-            [sequence.uniform.random() for sequence in drawing],
+            uniforms or [sequence.uniform.random() for sequence in drawing],
             [request.top_logprobs for request in requests],
         )
+        return self._settle(drawing, drawn)
+
+    def _settle(self, drawing: Sequence[Running], drawn: Sequence[Drawn]) -> list[Event]:
+        """Append what was drawn; end who is at the end."""
         events: list[Event] = []
         for sequence, token in zip(drawing, drawn, strict=True):
             if not math.isfinite(token.logprob):
@@ -295,6 +358,7 @@ class Decoder(threading.Thread):
         self._deliver = deliver
         self._crashed = crashed
         self._groups: dict[int, Group] = {}
+        self._spare: Group | None = None
         self._waiting: deque[Running] = deque()
         self._aborted: list[Running] = []
         self._changed = threading.Condition()
@@ -383,6 +447,18 @@ class Decoder(threading.Thread):
             self._changed.notify()
             return False
 
+    def take_spare(self, skeleton: Skeleton) -> Group | None:
+        """The group of a version that was forgotten, to be renewed: nothing runs on it, and nobody else gets
+        it. None where there is none of this skeleton."""
+        with self._changed:
+            spare, self._spare = self._spare, None
+            return spare if spare is not None and spare.skeleton is skeleton else None
+
+    def give_spare(self, group: Group) -> None:
+        """Keep a group that belongs to no version for `take_spare`."""
+        with self._changed:
+            self._spare = group
+
     def counts(self) -> tuple[frozenset[int], int, int, int]:
         """Versions that take requests, sequences running, sequences waiting, versions in memory."""
         with self._changed:
@@ -449,7 +525,9 @@ class Decoder(threading.Thread):
             for version in [
                 v for v, g in self._groups.items() if g.leaving and not g.running and not g.waiting
             ]:
-                del self._groups[version]
+                group = self._groups.pop(version)
+                if group.steps is not None:
+                    self._spare = group
 
     def _end_aborted(self, events: list[Event]) -> None:
         for sequence in self._aborted:

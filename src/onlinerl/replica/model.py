@@ -67,6 +67,14 @@ class Form:
         packed: Tensor = torch.ops.mkldnn._reorder_linear_weight(tensor, PACKED_FOR)
         return packed
 
+    def replace(self, old: Tensor, new: Tensor) -> Tensor:
+        """`new`, a tensor as in a file, as the modules want it: in the memory of `old` where that can be,
+        which is everywhere but in oneDNN's order. No pass may be running on `old`."""
+        if self.packed:
+            return self.ready(new.to(self.dtype))
+        old.copy_(new)
+        return old
+
 
 class PackedLinear(torch.nn.Linear):
     """A linear layer whose weight oneDNN has put in order beforehand, once, instead of at every call: a third
@@ -149,19 +157,34 @@ class Skeleton:
         plan: Plan,
     ) -> Tensor:
         """One pass; logits `[len(keep), vocabulary]` in float32 of the tokens at the indices `keep`."""
-        self._activate(weights)
         inputs = torch.tensor((tokens, positions), device=self.device)
+        kept = torch.tensor(keep, device=self.device)
+        return self.compute(weights, inputs[:1], inputs[1:], rows, plan, keep=kept).float()
+
+    def compute(
+        self,
+        weights: Weights,
+        tokens: Tensor,
+        positions: Tensor,
+        rows: Rows,
+        plan: Plan,
+        *,
+        keep: Tensor | None = None,
+    ) -> Tensor:
+        """One pass over `tokens` [1, tokens] at `positions` [1, tokens], whose values stay on the device;
+        logits `[tokens, vocabulary]` in the model's number format, or of those at the indices `keep`."""
+        self._activate(weights)
         with using(plan):
             output = self.model(
-                input_ids=inputs[:1],
-                position_ids=inputs[1:],
+                input_ids=tokens,
+                position_ids=positions,
                 attention_mask=self._no_mask,
                 use_cache=True,
-                logits_to_keep=torch.tensor(keep, device=self.device),
+                logits_to_keep=0 if keep is None else keep,  # 0: of all of them
                 **{self._cache: rows},
             )
         logits: Tensor = output.logits[0]
-        return logits.float()
+        return logits
 
     def _activate(self, weights: Weights) -> None:
         if weights is not self._active:
@@ -257,11 +280,12 @@ def build(folder: Path, device: torch.device, dtype: torch.dtype, context: int |
     return Skeleton(model, {k: v for k, v in config.to_dict().items() if k not in COSMETIC}, limit)
 
 
-def read_weights(folder: Path, skeleton: Skeleton) -> Weights:
+def read_weights(folder: Path, skeleton: Skeleton, into: Weights | None = None) -> Weights:
     """A further version's tensors for `skeleton`, read in small steps with rests between them.
 
-    Raises ModelError when the architecture is another one, WeightsError when tensors miss, are broken or
-    have another shape. Nothing of the skeleton is touched.
+    Those of `into`, which no version uses any more, are overwritten. Raises ModelError when the architecture
+    is another one, WeightsError when tensors miss, are broken or have another shape. Nothing of the skeleton
+    is touched.
     """
     settings = read_settings(folder)
     if settings != skeleton.settings:
@@ -276,7 +300,7 @@ def read_weights(folder: Path, skeleton: Skeleton) -> Weights:
     files = _files(folder)
     tensors: list[Tensor] = []
     try:
-        for form in skeleton.forms:
+        for place, form in enumerate(skeleton.forms):
             name = next((name for name in form.names if name in files), None)
             if name is None:
                 raise WeightsError(f"{folder} lacks the tensor {form.names[0]}")
@@ -286,18 +310,26 @@ def read_weights(folder: Path, skeleton: Skeleton) -> Weights:
                 raise WeightsError(
                     f"{folder}: {name} has shape {tuple(source.shape)} instead of {tuple(form.shape)}"
                 )
-            tensors.append(form.ready(_copy_gently(source, form.dtype, skeleton.device)))
+            if into is None or form.packed:
+                target = torch.empty(source.shape, dtype=form.dtype, device=skeleton.device)
+            else:
+                target = into.tensors[place]
+            _copy_gently(source, target)
+            tensors.append(form.ready(target))
     except (SafetensorError, OSError) as error:
         raise WeightsError(f"the weights in {folder} are broken: {error}") from error
     return Weights(tuple(tensors))
 
 
-def place_weights(named: Mapping[str, Tensor], skeleton: Skeleton) -> Weights:
-    """A further version for `skeleton` from tensors in memory, by their names in a file; they are copied.
+@torch.inference_mode()
+def place_weights(named: Mapping[str, Tensor], skeleton: Skeleton, into: Weights | None = None) -> Weights:
+    """A further version for `skeleton` from tensors in memory, by their names in a file; they are copied:
+    into the tensors of `into`, which no version uses any more, where it is given.
 
-    Raises WeightsError when one misses or has another shape. For whoever trains in the same process.
+    Raises WeightsError when one misses or has another shape; then nothing was overwritten. For whoever trains
+    in the same process.
     """
-    tensors: list[Tensor] = []
+    sources: list[Tensor] = []
     for form in skeleton.forms:
         name = next((name for name in form.names if name in named), None)
         if name is None:
@@ -305,17 +337,24 @@ def place_weights(named: Mapping[str, Tensor], skeleton: Skeleton) -> Weights:
         source = named[name].detach()
         if source.shape != form.shape:
             raise WeightsError(f"{name} has shape {tuple(source.shape)} instead of {tuple(form.shape)}")
-        tensors.append(form.ready(source.to(skeleton.device, form.dtype, copy=True)))
-    return Weights(tuple(tensors))
+        sources.append(source)
+    if into is None:
+        return Weights(
+            tuple(
+                form.ready(source.to(skeleton.device, form.dtype, copy=True))
+                for form, source in zip(skeleton.forms, sources, strict=True)
+            )
+        )
+    pairs = zip(skeleton.forms, into.tensors, sources, strict=True)
+    return Weights(tuple(form.replace(old, source) for form, old, source in pairs))
 
 
-def _copy_gently(source: Tensor, dtype: torch.dtype, device: torch.device) -> Tensor:
-    target = torch.empty(source.shape, dtype=dtype, device=device)
+@torch.inference_mode()
+def _copy_gently(source: Tensor, target: Tensor) -> None:
     flat_source, flat_target = source.reshape(-1), target.view(-1)
     for start in range(0, flat_source.numel(), PIECE):
         flat_target[start : start + PIECE].copy_(flat_source[start : start + PIECE])
         time.sleep(REST)
-    return target
 
 
 def _files(folder: Path) -> dict[str, Path]:

@@ -12,9 +12,9 @@ from __future__ import annotations
 import math
 import mmap
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -49,6 +49,63 @@ class Chunk:
     """Additive, [size, start + size], where it is neither causal nor a single token."""
 
 
+@dataclass(frozen=True, slots=True)
+class Prompts:
+    """Beginnings of several sequences, one after the other in the pass, attended to as one padded batch."""
+
+    offset: int
+    """Index of the first one's first token among the tokens of the pass."""
+    size: int
+    """Tokens of all of them."""
+    longest: int
+    rows: Tensor
+    """[sequences]"""
+    places: Tensor
+    """[size] where each token is among sequences × longest."""
+
+
+PADDED = 1 << 17
+"""Tokens, padding included, of a batch of prompts: at 1,536 numbers each in 16 bits 0.4 GB for the queries,
+and as much for keys, values and answers each."""
+
+
+def batched(chunks: Sequence[Chunk], device: torch.device) -> list[Chunk | Prompts]:
+    """The same chunks in the same order, with beginnings that follow one another as one batch: for a GPU,
+    which computes padding faster than Python launches a handful of kernels for each prompt and layer."""
+    made: list[Chunk | Prompts] = []
+    run: list[Chunk] = []
+    longest = 0
+
+    def close() -> None:
+        if len(run) < 2:
+            made.extend(run)
+        else:
+            rows = [chunk.row for chunk in run]
+            places = [n * longest + i for n, chunk in enumerate(run) for i in range(chunk.size)]
+            made.append(
+                Prompts(
+                    offset=run[0].offset,
+                    size=len(places),
+                    longest=longest,
+                    rows=torch.tensor(rows, device=device),
+                    places=torch.tensor(places, device=device),
+                )
+            )
+        run.clear()
+
+    for chunk in chunks:
+        if chunk.start or (len(run) + 1) * max(longest, chunk.size) > PADDED:
+            close()
+            longest = 0
+        if chunk.start:
+            made.append(chunk)
+        else:
+            run.append(chunk)
+            longest = max(longest, chunk.size)
+    close()
+    return made
+
+
 @dataclass(slots=True)
 class Plan:
     """What one pass computes; made once, used by every layer."""
@@ -66,20 +123,41 @@ class Plan:
     """[decoding] their rows less `low`; None when that is 0, 1, 2, …"""
     mask: Tensor | None = None
     """Additive, [high − low, 1, 1, length]."""
-    chunks: list[Chunk] = field(default_factory=list)
+    chunks: Sequence[Chunk | Prompts] = ()
+    """What follows the first tokens, in the order of their offsets."""
+
+
+@dataclass(frozen=True, slots=True)
+class Layer:
+    """One layer's keys and values, each twice: as the slots that are written to, and as the rows that are
+    read, without the last slot."""
+
+    keys: Tensor
+    """[rows × capacity + 1, heads × width]"""
+    values: Tensor
+    key_rows: Tensor
+    """[rows, capacity, heads, width], the same memory"""
+    value_rows: Tensor
 
 
 class Rows(Cache):
-    """Keys and values of all layers, each `[rows × capacity, heads × width]`, for one version.
+    """Keys and values of all layers for one version.
 
-    Grows in both directions by doubling; growing copies, which is why it is not done by the token.
+    Grows in both directions by doubling; growing copies, which is why it is not done by the token. After the
+    rows comes one slot that nobody reads (`scratch`): there goes what a pass of fixed shape computes for the
+    rows that it has to take along.
     """
 
     def __init__(self, rows: int, capacity: int) -> None:
         super().__init__(layers=[])
         self.rows = rows
         self.capacity = capacity
-        self.store: list[tuple[Tensor, Tensor, tuple[int, int], tuple[int, int]]] = []
+        self.store: list[Layer] = []
+
+    @property
+    def scratch(self) -> int:
+        """The slot that nobody reads."""
+        return self.rows * self.capacity
 
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
@@ -88,43 +166,55 @@ class Rows(Cache):
         `[rows, capacity, heads, width]`, which only `attend` knows how to read."""
         plan: Plan = _current.plan
         while len(self.store) <= layer_idx:
-            k_shape = (key_states.shape[1], key_states.shape[3])
-            v_shape = (value_states.shape[1], value_states.shape[3])
-            size = self.rows * self.capacity
-            keys = _zeros(key_states, size, k_shape[0] * k_shape[1])
-            values = _zeros(value_states, size, v_shape[0] * v_shape[1])
-            self.store.append((keys, values, k_shape, v_shape))
-        keys, values, k_shape, v_shape = self.store[layer_idx]
+            made = []
+            for states in (key_states, value_states):
+                heads, width = states.shape[1], states.shape[3]
+                flat = _zeros(states, self.rows * self.capacity + 1, heads * width)
+                made.append((flat, self._as_rows(flat, heads, width)))
+            (keys, key_rows), (values, value_rows) = made
+            self.store.append(Layer(keys, values, key_rows, value_rows))
+        layer = self.store[layer_idx]
         tokens = key_states.shape[2]
-        keys.index_copy_(0, plan.slots, key_states[0].transpose(0, 1).reshape(tokens, -1))
-        values.index_copy_(0, plan.slots, value_states[0].transpose(0, 1).reshape(tokens, -1))
-        return keys.view(self.rows, self.capacity, *k_shape), values.view(self.rows, self.capacity, *v_shape)
+        layer.keys.index_copy_(0, plan.slots, key_states[0].transpose(0, 1).reshape(tokens, -1))
+        layer.values.index_copy_(0, plan.slots, value_states[0].transpose(0, 1).reshape(tokens, -1))
+        return layer.key_rows, layer.value_rows
+
+    def _as_rows(self, flat: Tensor, heads: int, width: int) -> Tensor:
+        return flat[:-1].view(self.rows, self.capacity, heads, width)
 
     def grow(self, rows: int, capacity: int) -> None:
         """Make room; what is there stays."""
         if rows <= self.rows and capacity <= self.capacity:
             return
-        new_rows, new_capacity = max(rows, self.rows), max(capacity, self.capacity)
-        for index, (keys, values, k_shape, v_shape) in enumerate(self.store):
+        old_rows, old_capacity = self.rows, self.capacity
+        self.rows, self.capacity = max(rows, old_rows), max(capacity, old_capacity)
+        for index, layer in enumerate(self.store):
             moved = []
-            for old in (keys, values):
-                new = _zeros(old, new_rows * new_capacity, old.shape[1]).view(new_rows, new_capacity, -1)
-                new[: self.rows, : self.capacity] = old.view(self.rows, self.capacity, -1)
-                moved.append(new.view(new_rows * new_capacity, -1))
-            self.store[index] = (moved[0], moved[1], k_shape, v_shape)
-        self.rows, self.capacity = new_rows, new_capacity
+            for old in (layer.key_rows, layer.value_rows):
+                heads, width = old.shape[2:]
+                flat = _zeros(old, self.rows * self.capacity + 1, heads * width)
+                new = self._as_rows(flat, heads, width)
+                new[:old_rows, :old_capacity] = old
+                moved.append((flat, new))
+            (keys, key_rows), (values, value_rows) = moved
+            self.store[index] = Layer(keys, values, key_rows, value_rows)
+
+    def clear(self) -> None:
+        """Zeros everywhere, in place: what a broken version left there would poison masked sums."""
+        for layer in self.store:
+            layer.keys.zero_()
+            layer.values.zero_()
 
     @property
     def width(self) -> int:
         """Numbers kept for one position of one row, in all layers; 0 before the first pass."""
-        return sum(keys.shape[1] + values.shape[1] for keys, values, _, _ in self.store)
+        return sum(layer.keys.shape[1] + layer.values.shape[1] for layer in self.store)
 
     def copy_row(self, source: int, target: int, length: int) -> None:
         """Copy the first `length` positions of a row to another one."""
-        for keys, values, _, _ in self.store:
-            for tensor in (keys, values):
-                view = tensor.view(self.rows, self.capacity, -1)
-                view[target, :length] = view[source, :length]
+        for layer in self.store:
+            for tensor in (layer.key_rows, layer.value_rows):
+                tensor[target, :length] = tensor[source, :length]
 
 
 def _zeros(like: Tensor, *shape: int) -> Tensor:
@@ -190,6 +280,9 @@ def attend(
         ).reshape(-1, heads, width)
         parts.append(answer if plan.pick is None else answer.index_select(0, plan.pick))
     for chunk in plan.chunks:
+        if isinstance(chunk, Prompts):
+            parts.append(_attend_prompts(chunk, query, key, value, scaling))
+            continue
         end = chunk.start + chunk.size
         asked = query[0, :, chunk.offset : chunk.offset + chunk.size]
         keys = key[chunk.row, :end].transpose(0, 1).unsqueeze(1).expand(-1, group, -1, -1)
@@ -205,6 +298,31 @@ def attend(
         parts.append(answer.reshape(heads, chunk.size, width).transpose(0, 1))
     joined = parts[0] if len(parts) == 1 else torch.cat(parts)
     return joined.reshape(1, tokens, heads, width), None
+
+
+def _attend_prompts(
+    prompts: Prompts, query: Tensor, key: Tensor, value: Tensor, scaling: float | None
+) -> Tensor:
+    """`[prompts.size, heads, width]`. Past a prompt's end a row may hold anything finite: causality hides
+    it from the prompt's own tokens, and nobody reads what the padding gets."""
+    heads, shared = query.shape[1], key.shape[2]
+    count, longest = prompts.rows.shape[0], prompts.longest
+    asked = query[0, :, prompts.offset : prompts.offset + prompts.size].transpose(0, 1)
+    padded = query.new_zeros(count * longest, heads, query.shape[3]).index_copy_(0, prompts.places, asked)
+    keys, values = (
+        whole[:, :longest]
+        .index_select(0, prompts.rows)
+        .transpose(1, 2)
+        .unsqueeze(2)
+        .expand(-1, -1, heads // shared, -1, -1)
+        .reshape(count, heads, longest, -1)
+        for whole in (key, value)
+    )
+    answer = F.scaled_dot_product_attention(
+        padded.view(count, longest, heads, -1).transpose(1, 2), keys, values, is_causal=True, scale=scaling
+    )
+    answer = answer.transpose(1, 2).reshape(count * longest, heads, -1)
+    return answer.index_select(0, prompts.places)
 
 
 ALL_ATTENTION_FUNCTIONS.register(ATTENTION, attend)

@@ -66,7 +66,10 @@ def draw(
     how many alternatives to report. A row of broken weights gives logprob NaN, which the caller checks.
     """
     logprobs = behaviour_logprobs(logits, temperatures, top_ps)
-    tokens = _invert(logprobs, uniforms) if any(temperatures) else logprobs.argmax(dim=-1)
+    if any(temperatures):
+        tokens = _invert(logprobs, torch.tensor(uniforms, dtype=torch.double, device=logprobs.device))
+    else:
+        tokens = logprobs.argmax(dim=-1)
     greedy = [row for row, temperature in enumerate(temperatures) if temperature == 0]
     if greedy and len(greedy) < len(temperatures):
         tokens[greedy] = logprobs[greedy].argmax(dim=-1)
@@ -89,7 +92,21 @@ def draw(
     ]
 
 
-def _invert(logprobs: Tensor, uniforms: Sequence[float]) -> Tensor:
+def draw_whole(logits: Tensor, temperatures: Tensor, uniforms: Tensor) -> Tensor:
+    """As `draw` where every top_p is 1, from tensors to a tensor, so that nothing waits for the device.
+
+    `logits` [rows, vocabulary], `temperatures` and `uniforms` [rows] in float64; returns [rows, 2] in
+    float64: the token (doubles hold token ids exactly) and its behaviour log-probability.
+    """
+    greedy = temperatures == 0
+    divisors = temperatures.clamp(min=COLDEST).masked_fill_(greedy, 1.0).float()
+    logprobs = torch.log_softmax(logits.float() / divisors[:, None], dim=-1)
+    tokens = torch.where(greedy, logprobs.argmax(dim=-1), _invert(logprobs, uniforms))
+    chosen = logprobs.gather(1, tokens[:, None])[:, 0]
+    return torch.stack((tokens.double(), chosen.double()), dim=1)
+
+
+def _invert(logprobs: Tensor, uniforms: Tensor) -> Tensor:
     """The first token whose cumulative probability exceeds the uniform number, for each row.
 
     The sum runs in double precision: with 150,000 tokens a float32 sum is off by more than a rare
@@ -98,6 +115,5 @@ def _invert(logprobs: Tensor, uniforms: Sequence[float]) -> Tensor:
     cumulative = logprobs.exp().double().cumsum_(dim=-1)
     total = cumulative[:, -1:]
     # Not 1: the rounded sum decides, and the target must stay below it or the search runs off the end.
-    targets = torch.tensor(uniforms, dtype=torch.double, device=logprobs.device)[:, None] * total
-    targets = torch.minimum(targets, total * (1 - 1e-12))
+    targets = torch.minimum(uniforms[:, None] * total, total * (1 - 1e-12))
     return torch.searchsorted(cumulative, targets, right=True)[:, 0].clamp_(max=logprobs.shape[-1] - 1)

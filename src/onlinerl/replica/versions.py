@@ -6,7 +6,8 @@ import hashlib
 import json
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 from urllib.parse import unquote, urlsplit
@@ -15,9 +16,10 @@ import torch
 from torch import Tensor
 
 from onlinerl.config import Engine
-from onlinerl.errors import EngineError, WeightsError
+from onlinerl.errors import EngineError, OnlineRLError, WeightsError
 from onlinerl.replica.decoder import Decoder, Group
-from onlinerl.replica.model import REST, Skeleton, build, place_weights, read_weights
+from onlinerl.replica.graphs import Capture, capture_cuda
+from onlinerl.replica.model import REST, Skeleton, Weights, build, place_weights, read_weights
 
 SPARE = 2
 """Versions beyond `engine.resident` that may be in memory for a moment, while old ones finish."""
@@ -34,6 +36,10 @@ class Versions:
         self._skeleton: Skeleton | None = None
         self.device = _device(settings.device)
         self.dtype = _dtype(settings.dtype, self.device)
+        self.capture: Capture | None = (
+            capture_cuda if settings.graphs and self.device.type == "cuda" else None
+        )
+        """How decode steps are captured; None: they are not, and no group outlives its version."""
 
     @property
     def context(self) -> int:
@@ -55,12 +61,10 @@ class Versions:
             check_files(folder, digest)
             skeleton = self._skeleton
             if skeleton is None or held == 0:
-                skeleton = build(folder, self.device, self.dtype, self._settings.context)
-                weights = skeleton.take_first()
+                self._skeleton = built = build(folder, self.device, self.dtype, self._settings.context)
+                self._add(version, built, lambda _: built.take_first())
             else:
-                weights = read_weights(folder, skeleton)
-            self._skeleton = skeleton
-            self._decoder.add(Group(version, skeleton, weights, self._settings.concurrency))
+                self._add(version, skeleton, partial(read_weights, folder, skeleton))
 
     def put(self, version: int, tensors: Mapping[str, Tensor]) -> None:
         """Make `version` servable from tensors in memory (copied), by their names in a model file. The
@@ -74,8 +78,22 @@ class Versions:
             if self._decoder.keep(version):
                 raise EngineError(f"version {version} is there already, and a version never changes")
             self._room()
-            weights = place_weights(tensors, self._skeleton)
-            self._decoder.add(Group(version, self._skeleton, weights, self._settings.concurrency))
+            self._add(version, self._skeleton, partial(place_weights, tensors, self._skeleton))
+
+    def _add(self, version: int, skeleton: Skeleton, fill: Callable[[Weights | None], Weights]) -> None:
+        """Give the decoder a group for `version`: that of a forgotten version where one is kept, whose
+        tensors `fill` then overwrites in place, or a new one."""
+        spare = self._decoder.take_spare(skeleton)
+        if spare is None:
+            group = Group(version, skeleton, fill(None), self._settings.concurrency, self.capture)
+        else:
+            try:
+                spare.renew(version, fill(spare.weights))
+            except OnlineRLError:
+                self._decoder.give_spare(spare)
+                raise
+            group = spare
+        self._decoder.add(group)
 
     def linear_weights(self) -> frozenset[str]:
         """Names of the matrices of the linear layers, the head left out: what a quantised engine rounds."""
