@@ -262,15 +262,20 @@ def counting(programs: list[Any]) -> Callable[..., Any]:
     from torch._dynamo.backends.debugging import aot_eager
 
     def backend(graph: Any, inputs: Any, **options: Any) -> Any:
-        # The tracer asks for empty ones too.
-        if any(node.op == "call_function" for node in graph.graph.nodes):
-            programs.append(graph)
+        programs.append(graph)
         return aot_eager(graph, inputs, **options)
 
     return backend
 
 
+def kept(programs: list[Any]) -> int:
+    """How many of the programs are in use: a first try in which a number turns out to be a constant is begun
+    anew, and emptied."""
+    return sum(len(graph.graph.nodes) > 0 for graph in programs)
+
+
 @pytest.mark.filterwarnings("ignore:The .grad attribute")  # torch's tracer looks at it
+@pytest.mark.filterwarnings("ignore:<class 'torch.autograd.function")  # and makes one of these
 def test_compiled_layers_compute_the_same_with_one_program_for_all(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -286,7 +291,7 @@ def test_compiled_layers_compute_the_same_with_one_program_for_all(
     assert len(policy.layers.modules) == 3
     assert policy.lined
     assert policy._loss is not None
-    assert len(programs) == 6, "with gradients and without: two ways of attention, each for all layers; loss"
+    assert kept(programs) == 6, "with gradients and without: two ways of attention, each for all layers; loss"
     expected = {
         (seed, count): gradients(plain, seed, count) for seed, count in ((0, 9), (1, 1), (2, 2), (3, 14))
     }
@@ -296,9 +301,9 @@ def test_compiled_layers_compute_the_same_with_one_program_for_all(
             assert_same(gradients(policy, seed, count), wanted)
     equal = [like(33, 4, seed) for seed in range(5)]
     assert_same(gradients_of(policy, equal), gradients_of(plain, equal))
-    assert len(programs) == 6, "rows of any length and number of samples share them"
+    assert kept(programs) == 6, "rows of any length and number of samples share them"
     policy._warm(200)
-    assert len(programs) == 6, "what is compiled ahead is what training runs"
+    assert kept(programs) == 6, "what is compiled ahead is what training runs"
 
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute")
@@ -312,7 +317,7 @@ def test_frozen_embeddings_need_no_program_of_their_own(
     policy = PolicyModel.load(folder, CPU, torch.float32, lora)
     policy.layers.run(compiled=True, recompute=False)
     assert_same(gradients(policy), gradients(plain))
-    assert len(programs) == 1
+    assert kept(programs) == 1
 
 
 def test_a_compiler_that_fails_is_left_out(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
