@@ -113,14 +113,7 @@ json_option = click.option("--json", "as_json", is_flag=True, help="Print JSON."
 
 def chosen(settings: Settings, policy: str | None) -> str:
     """The policy that was named, or the only one."""
-    names = ", ".join(settings.policies)
-    if policy is None:
-        if len(settings.policies) > 1:
-            raise SettingsError(f"there are several policies ({names}): choose one with --policy")
-        return next(iter(settings.policies))
-    if policy not in settings.policies:
-        raise SettingsError(f"there is no policy {policy!r}; the settings name {names}")
-    return policy
+    return settings.chosen(policy, option="--policy")
 
 
 @contextmanager

@@ -563,6 +563,20 @@ class Settings(Node):
                 seen[alias] = name
         return self
 
+    def chosen(self, policy: str | None, *, option: str, where: str = "") -> str:
+        """The policy that was named, or the only one.
+
+        Raises SettingsError. `option` is how one is named; `where` begins the sentence about a wrong name.
+        """
+        names = ", ".join(self.policies)
+        if policy is None:
+            if len(self.policies) > 1:
+                raise SettingsError(f"there are several policies ({names}): choose one with {option}")
+            return next(iter(self.policies))
+        if policy not in self.policies:
+            raise SettingsError(f"{where}there is no policy {policy!r}; the settings name {names}")
+        return policy
+
     @property
     def database_url(self) -> str:
         """SQLAlchemy URL of the store."""

@@ -68,14 +68,8 @@ class Clock:
 
 def policy_of(settings: config.Settings) -> str:
     """The policy to validate. Raises SettingsError when it is unclear or there is none."""
-    name, names = settings.validation.policy, ", ".join(settings.policies)
-    if name is None:
-        if len(settings.policies) > 1:
-            raise SettingsError(f"there are several policies ({names}): choose one with validation.policy")
-        return next(iter(settings.policies))
-    if name not in settings.policies:
-        raise SettingsError(f"validation.policy: there is no policy {name!r}; the settings name {names}")
-    return name
+    name = settings.validation.policy
+    return settings.chosen(name, option="validation.policy", where="validation.policy: ")
 
 
 def check(settings: config.Settings) -> None:
