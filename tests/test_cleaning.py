@@ -16,7 +16,7 @@ import pytest
 from onlinerl import config
 from onlinerl.config import Cleaning, Policy, Trust, load_settings
 from onlinerl.datasets import sources
-from onlinerl.errors import SettingsError
+from onlinerl.errors import RunBusy, SettingsError
 from onlinerl.flow.channel import Channel
 from onlinerl.learning import cleaning
 from onlinerl.learning.cleaning import REASONS, Recent, bursts, fault, inhuman, near, place
@@ -24,7 +24,7 @@ from onlinerl.learning.control import Control
 from onlinerl.learning.receive import DataReceiver
 from onlinerl.learning.rewards import examples
 from onlinerl.learning.run import LEFT_OUT
-from onlinerl.records import Interaction, Sample, Verdict
+from onlinerl.records import Interaction, RunState, Sample, Verdict
 from onlinerl.store import interactions, runs
 from onlinerl.store.database import Database
 from onlinerl.text.templates import CODESTRAL, QWEN
@@ -306,6 +306,32 @@ def rated(id: str, number: int, **changes: Any) -> Interaction:
     ids = (number, number + 1, 8183)
     prompt = QWEN.render(f"def f{number}(x{number}):\n    ", "\n")
     return shown(id, **({"at": at, "completion_ids": ids, "prompt": prompt} | verdict | changes))
+
+
+@pytest.mark.parametrize("bad", [False, True], ids=["claims", "drops"])
+def test_a_receiver_that_was_slow_to_hear_of_the_end_changes_nothing(
+    database: Database, monkeypatch: pytest.MonkeyPatch, bad: bool
+) -> None:
+    """The run fails between a receiver's two looks: what it claims or drops after that would stay taken."""
+    keep(database, [rated(f"g{n}", n, **({"prompt": "\0" * 9} if bad else {})) for n in range(3)])
+    with database.write() as c:
+        run, _ = runs.start(c, policy="tab", host="here", pid=1, settings="{}", tau_of=lambda c: 0.0, now=0.0)
+    control = Control(database, run)
+    receiver = DataReceiver(control, "tab", policy(), first_batch=1, last_batch=None, follow=False)
+    step = "_clean" if bad else "_claim"
+    plain = getattr(receiver, step)
+
+    def late(*given: Any) -> Any:
+        with database.write() as c:
+            runs.finish(c, run, RunState.FAILED, "the trainer failed")
+        return plain(*given)
+
+    monkeypatch.setattr(receiver, step, late)
+    with pytest.raises(RunBusy, match="closed by somebody else"):
+        receiver.run(None, Channel.create("samples"))
+    assert dropped(database) == {}
+    with database.read() as c:
+        assert interactions.counts(c, policy="tab").waiting == 3
 
 
 def test_bad_ones_are_dropped_and_the_batch_is_filled_with_others(database: Database) -> None:

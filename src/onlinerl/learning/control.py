@@ -4,6 +4,10 @@ from __future__ import annotations
 
 import threading
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from sqlalchemy.engine import Connection
 
 from onlinerl.errors import RunBusy, StoreError
 from onlinerl.records import Run
@@ -63,6 +67,14 @@ class Control:
         """Raises RunBusy when another process has the run: nothing may be written any more."""
         if self._lost is not None:
             raise self._lost
+
+    @contextmanager
+    def write(self) -> Iterator[Connection]:
+        """A transaction in which the run is surely this process's and not ended; all its writes go through
+        here. Raises RunBusy otherwise: a thread that was slow to hear of the end changes nothing after it."""
+        with self.database.write() as c:
+            runs.check(c, self.run)
+            yield c
 
     def sleep(self, seconds: float) -> None:
         """Wait, but no longer than until somebody asks to stop."""

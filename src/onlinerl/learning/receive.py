@@ -131,7 +131,7 @@ class DataReceiver(Worker[None, Sample]):
             if not interactions.counts(c, policy=self.policy).waiting:
                 return []
             share = self._share(c, have, now)
-        with self.control.database.write() as c:
+        with self.control.write() as c:
             live = oldest(lineage(c, versions.live(c, self.policy)), train.staleness)
             interactions.drop_stale(c, policy=self.policy, run=run.id, min_version=live, now=now)
             current = newest(c, self.policy, run.id, run.parent)
@@ -184,7 +184,7 @@ class DataReceiver(Worker[None, Sample]):
                 self._recent.add(sample)
         if left_out:
             now = time.time()
-            with self.control.database.write() as c:
+            with self.control.write() as c:
                 for reason, keys in left_out.items():
                     interactions.drop(c, keys, reason=reason, run=self.control.run.id, now=now)
         return kept

@@ -152,7 +152,7 @@ def _work(
     try:
         checkpoint = _resume(settings, control, trainer) if resumed else None
         trainer.prepare(checkpoint)
-        with control.database.write() as c:
+        with control.write() as c:
             interactions.release(c, run=run.id, after_batch=trainer.batch)
             runs.forget_steps(c, run=run.id, after_batch=trainer.batch)
         log.event(
@@ -213,7 +213,7 @@ def _wait(group: list[WorkerGroup], control: Control) -> None:
 
 
 def _end(control: Control, log: RunLog, trainer: Trainer, state: RunState, message: str) -> Run:
-    with control.database.write() as c:
+    with control.write() as c:
         runs.heartbeat(c, control.run, step=trainer.batch, now=time.time())
         ended = runs.finish(c, control.run, state, message)
     log.event("end", state=state.value, batch=trainer.batch, message=message)

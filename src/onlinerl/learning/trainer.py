@@ -332,7 +332,7 @@ class Trainer(Worker[Scored, None]):
         self.bands.rewards(batch.samples)
         faulty = [(one.sample.id, one.sample.index) for one in batch.samples if one.fault]
         if faulty:
-            with self.control.database.write() as c:
+            with self.control.write() as c:
                 interactions.drop(c, faulty, reason="reward", run=self.run_record.id, now=time.time())
         usable = [scored for scored in batch.samples if not scored.fault and _usable(scored.sample)]
         with self.control.database.read() as c:
@@ -386,8 +386,8 @@ class Trainer(Worker[Scored, None]):
     def _keep(self, batch: int, numbers: Mapping[str, float], trained: list[Scored]) -> None:
         """Tell the store what the batch measured and what each sample was worth. Raises RunBusy."""
         now = time.time()
-        with self.control.database.write() as c:
-            runs.heartbeat(c, self.run_record, step=batch, now=now)  # still ours?
+        with self.control.write() as c:
+            runs.heartbeat(c, self.run_record, step=batch, now=now)
             runs.add_step(c, run=self.run_record.id, batch=batch, at=now, numbers=numbers)
             rewards = [(one.sample.id, one.sample.index, one.reward, one.parts) for one in trained]
             interactions.keep_rewards(c, rewards)
@@ -404,7 +404,7 @@ class Trainer(Worker[Scored, None]):
             self.log.event("unpause", batch=self.batch)
 
     def _move(self, to: RunState) -> None:
-        with self.control.database.write() as c:
+        with self.control.write() as c:
             runs.move(c, self.run_record, to)
 
     def _checkpoint(self, *, owed: bool) -> None:
@@ -457,8 +457,7 @@ class Trainer(Worker[Scored, None]):
     def _version(self) -> None:
         """Make and register a version of the weights that the last checkpoint holds."""
         metrics = self._judge()
-        with self.control.database.write() as c:
-            runs.heartbeat(c, self.run_record, step=self.batch, now=time.time())  # still ours?
+        with self.control.write() as c:
             id = versions.next_id(c, self.policy)
         made = directory.write_version(
             self.root,
@@ -474,8 +473,7 @@ class Trainer(Worker[Scored, None]):
         )
         made = replace(made, step=self.batch)
         try:
-            with self.control.database.write() as c:
-                runs.heartbeat(c, self.run_record, step=self.batch, now=time.time())
+            with self.control.write() as c:
                 versions.register(c, made)
         except Conflict as error:
             # One of the run's versions was rejected meanwhile: nothing more may come of it.

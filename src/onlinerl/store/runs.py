@@ -103,6 +103,11 @@ def heartbeat(c: Connection, run: Run, *, step: int, now: float) -> str:
     return get(c, run.policy, run.id).wish
 
 
+def check(c: Connection, run: Run) -> None:
+    """Raises RunBusy unless the run goes on and is the process's that `run` names."""
+    _own(c, run)
+
+
 def move(c: Connection, run: Run, to: RunState) -> Run:
     """Running ⇄ paused, by the process that owns it. Raises RunBusy as `heartbeat` does, Conflict."""
     row = _own(c, run)
