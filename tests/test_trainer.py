@@ -210,6 +210,21 @@ def test_a_run_learns_a_simple_taste(settings: Settings) -> None:
     assert list(board.glob("events.out.tfevents.*"))
 
 
+def test_what_is_not_worth_learning_from_measures_nothing_either(model: Path, tmp_path: Path) -> None:
+    """Three users judge eighty answers in a second: neither their samples nor their held-back ones count."""
+    strangers = ("policies.tab.trust.owner=false", "policies.tab.trust.dominance=1")
+    settings = settings_for(model, tmp_path / "home", *strangers, "policies.tab.train.holdout=0.3")
+    fill(settings, 240, users=3)
+    fill(settings, 240, seed=1, users=60)
+    train(settings, "tab", max_steps=4)
+    held = [row for row in rows(settings) if row["use"] == "held"]
+    machines = [row for row in held if row["user"] in ("u0", "u1", "u2")]
+    assert len(machines) >= 10
+    metrics = list_versions(settings)[-1].metrics
+    assert metrics["held_left_out"] >= 10
+    assert metrics["held_samples"] + metrics["held_left_out"] == min(len(held), 64)
+
+
 def test_next_run_goes_on_where_the_last_one_stood(settings: Settings) -> None:
     fill(settings, 60)
     train(settings, "tab")

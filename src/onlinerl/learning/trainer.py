@@ -35,7 +35,7 @@ from onlinerl.learning.devices import device_of, dtype_of
 from onlinerl.learning.guards import Bands, dominance
 from onlinerl.learning.learner import Learner
 from onlinerl.learning.log import RunLog
-from onlinerl.learning.receive import Census, lineage, newest
+from onlinerl.learning.receive import Census, lineage, newest, pace_of
 from onlinerl.learning.rewards import RewardTable
 from onlinerl.records import Batch, RunState, Sample, Scored, Verdict, Version, VersionState
 from onlinerl.store import interactions, runs, versions
@@ -492,17 +492,19 @@ class Trainer(Worker[Scored, None]):
             metrics |= self.learner.inspect(self._recent, self.bands)
         if self.train.patience and self.train.holdout:
             with self.control.database.read() as c:
-                held = [s for s in interactions.held(c, policy=self.policy, limit=HELD) if self._telling(s)]
+                aside = interactions.held(c, policy=self.policy, limit=HELD)
+                pace = pace_of(c, self.policy, self.settings, aside)
+            # What is not worth learning from measures nothing either.
+            recent = cleaning.Recent(self.settings.cleaning)
+            held, left_out = cleaning.sift(aside[::-1], self.settings.cleaning, pace, recent)
+            metrics["held_left_out"] = float(sum(map(len, left_out.values())))
+            held = [sample for sample in held if _usable(sample)]
             scored = [one for one in map(self.table.score, held) if not one.fault]
             if scored:
                 value, ess = self.learner.reward(scored)
                 metrics |= {"held_reward": value, "held_ess": ess, "held_samples": float(len(scored))}
                 self._watch(value, ess)
         return metrics
-
-    def _telling(self, sample: Sample) -> bool:
-        """Whether a held-back sample measures anything: what is not worth learning from does not."""
-        return _usable(sample) and not cleaning.fault(sample, self.settings.cleaning)
 
     def _watch(self, value: float, ess: float) -> None:
         if ess < TRUSTWORTHY:
