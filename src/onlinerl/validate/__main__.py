@@ -18,6 +18,7 @@ from pydantic import ValidationError
 
 from onlinerl.config import Settings, load_settings
 from onlinerl.errors import OnlineRLError, SettingsError
+from onlinerl.redaction import redacted
 
 VARIABLE = "ONLINERL_SETTINGS"
 
@@ -39,7 +40,7 @@ def main() -> int:
 
         tree = run(settings, quiet=options.json)
     except (SettingsError, ValidationError) as error:
-        print(f"onlinerl: {error}", file=sys.stderr)
+        print(f"onlinerl: {redacted(str(error))}", file=sys.stderr)
         return 2
     except OnlineRLError as error:
         print(f"onlinerl: {error}", file=sys.stderr)
