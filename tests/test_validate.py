@@ -25,7 +25,7 @@ from onlinerl.errors import JudgeError, RunBusy, RunError, SettingsError, Versio
 from onlinerl.learning.advantages import advantages
 from onlinerl.learning.batches import PolicyModel, pack
 from onlinerl.learning.judges import Judge, Judgement, ReferenceJudge
-from onlinerl.records import Finish, FinishReason, Generation, Token, Verdict
+from onlinerl.records import Finish, FinishReason, Generation, Sample, Token, Verdict
 from onlinerl.validate import evaluate
 from onlinerl.validate.__main__ import main
 from onlinerl.validate.course import Course, check
@@ -442,12 +442,28 @@ def test_a_number_that_is_none_never_reaches_the_weights(
         found = whole(*arguments, **named)
         return [math.nan, *found[1:]] if len(calls) == 4 else found
 
-    monkeypatch.setattr("onlinerl.validate.course.advantages", broken)
+    monkeypatch.setattr("onlinerl.learning.update.advantages", broken)
     tree = report(settings)
     assert "not a number" in tree["stopped_by"]
     assert (tree["steps"], tree["stages"][-1]["step"]) == (3, 2)
     saved = load_file(tmp_path / "saved" / "model.safetensors")
     assert all(bool(torch.isfinite(tensor).all()) for tensor in saved.values())
+
+
+def picky(sample: Sample) -> float:
+    """A reward function that passes its check and fails on all that a validation samples."""
+    if sample.project == "validation":
+        raise ValueError("no")
+    return 0.0
+
+
+def test_a_batch_without_any_reward_is_no_step_and_then_a_guard_ends_the_course(base: Path) -> None:
+    tree = report(
+        offline(base, "policies.tab.rewards.function=tests.test_validate:picky", "policies.tab.train.batch=4")
+    )
+    assert "8 of the last 8 samples got no reward" in tree["stopped_by"]
+    assert tree["left_out"] == {"reward function failed": 8}
+    assert tree["stages"][-1]["metrics"] == tree["stages"][0]["metrics"]
 
 
 def test_a_judge_that_always_fails_ends_the_course(base: Path, monkeypatch: pytest.MonkeyPatch) -> None:

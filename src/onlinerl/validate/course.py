@@ -23,14 +23,15 @@ from onlinerl import config
 from onlinerl.datasets.fim import FimPrompt
 from onlinerl.errors import GuardTripped, JudgeError, RunError, SettingsError
 from onlinerl.learning import memory
-from onlinerl.learning.advantages import Baseline, advantages
+from onlinerl.learning.advantages import Baseline
 from onlinerl.learning.batches import PolicyModel, Scorer, Sibling
 from onlinerl.learning.devices import device_of, dtype_of, threads_of
 from onlinerl.learning.guards import Bands, dominance
 from onlinerl.learning.judges import Judge, make_judge
-from onlinerl.learning.learner import Learner
+from onlinerl.learning.learner import INSPECTED, Learner
 from onlinerl.learning.log import RunLog
 from onlinerl.learning.rewards import RewardTable, auto_tau
+from onlinerl.learning.update import update
 from onlinerl.records import Sample, Scored, Verdict
 from onlinerl.validate import data, evaluate, forgetting, starts, warmstart
 from onlinerl.validate.engine import LocalEngine
@@ -42,8 +43,6 @@ from onlinerl.validate.starts import Start
 
 TAU_COMPLETIONS = 128
 """Completions of the start's weights that τ under `auto` is measured on."""
-INSPECTED = 16
-"""Samples on which weights are judged before they become a version."""
 SCORES = "judge-scores.jsonl"
 """File of the LLM judges' grades, which no later run pays for again."""
 SHOWN = 8
@@ -276,29 +275,26 @@ class Course:
         one_voice = dominance([one.sample.user for one in whole], trust.dominance) if few else ""
         if one_voice:
             raise GuardTripped(one_voice)
-        self.bands.rewards(whole)
         batch = [one for one in whole if not one.fault]
         self.faults += len(whole) - len(batch)
-        staleness = [self._staleness(scored.sample) for scored in batch]
+        self.bands.rewards(whole)
         self.silent_seen |= any(scored.sample.silent for scored in batch)
-        with self.clock.spend("training"):
-            advantage = advantages(
-                batch,
-                mode=self.train.mode,
-                baseline=self.baseline,
-                table=self.table,
-                staleness=staleness,
-                limit=self.train.advantage_limit,
-                silent_expected=self.silent_seen,
-                normalise=self.train.normalise,
-            )
-            numbers = self.learner.step(batch, advantage, self.bands, self.step + 1)
-            numbers["baseline"] = sum(self.baseline.mean(s.sample, self.tau) for s in batch) / len(batch)
-            self.baseline.update(batch, self.table)
+        numbers: dict[str, float] = {}
+        if batch:
+            with self.clock.spend("training"):
+                numbers = update(
+                    self.learner,
+                    batch,
+                    self.step + 1,
+                    baseline=self.baseline,
+                    table=self.table,
+                    bands=self.bands,
+                    staleness=[self._staleness(scored.sample) for scored in batch],
+                    silent_expected=self.silent_seen,
+                )
+            self._recent = [scored.sample for scored in batch[:INSPECTED]]
         self.step += 1
-        numbers["staleness"] = sum(staleness) / len(staleness)
         numbers["completions"] = float(self.completions)
-        self._recent = [scored.sample for scored in batch[:INSPECTED]]
         self.log.step(self.step, numbers, [f"{one.sample.id}/{one.sample.index}" for one in batch])
 
     # -------------------------------------------------------------------------------------- versions
