@@ -46,7 +46,10 @@ def main() -> int:
         print(f"onlinerl: {error}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
-        print("onlinerl: interrupted; there is no report, and log.jsonl has the steps", file=sys.stderr)
+        print(
+            "onlinerl: interrupted: this run has no report, and its steps, if any, are in log.jsonl",
+            file=sys.stderr,
+        )
         return 130
     if options.json:
         print(json.dumps(tree, indent=1))
