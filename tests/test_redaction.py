@@ -12,12 +12,13 @@ import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 
-from onlinerl import redaction
+from onlinerl import config, redaction
 from onlinerl.config import WHOLE, Node, Policy, Settings, load_settings
 from onlinerl.demo import story
 from onlinerl.errors import OnlineRLError, RequestError, SettingsError
+from onlinerl.learning.judges.llm import endpoint
 from onlinerl.loop import run
-from onlinerl.redaction import redacted, secrets_of
+from onlinerl.redaction import redacted, redacted_url, secrets_of
 from onlinerl.store.database import Database
 
 SECRET = "sk-0123456789"
@@ -39,6 +40,8 @@ def test_examples_in_the_docstrings() -> None:
         (f"https://{SECRET}@host", "https://***@host"),
         (f"postgresql://me:{SECRET}@db/x?password={SECRET}", "postgresql://***@db/x?password=***"),
         (f"postgresql://me:a/b?c#{SECRET}@db/x", "postgresql://***@db/x"),  # not escaped, as it should be
+        (f"http://me:p@{SECRET}@host/v1", "http://***@host/v1"),
+        (f"http://me:a/b@c/{SECRET}@host/v1", "http://***@host/v1"),
         (f"http://host?{SECRET}", "http://host?***"),
         (f"http://host/?a={SECRET};b={SECRET}#{SECRET}", "http://host/?a=***;b=***#***"),
         ("http://127.0.0.1:8000/v1", "http://127.0.0.1:8000/v1"),
@@ -51,6 +54,34 @@ def test_examples_in_the_docstrings() -> None:
 def test_what_is_hidden_of_a_text(text: str, shown: str) -> None:
     assert redacted(text) == shown
     assert redacted(shown) == shown
+
+
+@pytest.mark.parametrize(
+    ("url", "shown"),
+    [
+        (URL, HIDDEN),
+        (f"http://me:it's {SECRET}@host/v1", "http://***@host/v1"),
+        (f"http://host/v1?api_key='{SECRET}' \"{SECRET}\"", "http://host/v1?api_key=***"),
+        (f"http://host/v1?api_key=<{SECRET}>", "http://host/v1?api_key=***"),
+        (f"judge.example/v1?api_key={SECRET}", "***"),
+        (f"//me:{SECRET}@judge.example", "***"),
+        ("http://127.0.0.1:8000/v1", "http://127.0.0.1:8000/v1"),
+        ("sqlite:////home/me@work/onlinerl.db", "sqlite:////home/me@work/onlinerl.db"),
+        ("", ""),
+    ],
+)
+def test_what_is_hidden_of_one_url(url: str, shown: str) -> None:
+    assert redacted_url(url) == shown
+    # and so wherever a setting is written
+    settings = load_settings().model_copy(update={"store": config.Store(url=url)})
+    assert settings.model_dump(mode="json")["store"]["url"] == shown
+
+
+@pytest.mark.parametrize("address", [f"judge.example/v1?api_key={SECRET}", f"ftp://me:it's{SECRET}@host"])
+def test_a_judges_address_that_is_none_is_told_without_its_key(address: str) -> None:
+    with pytest.raises(SettingsError, match="must be http") as caught:
+        endpoint(address)
+    assert SECRET not in str(caught.value)
 
 
 @given(

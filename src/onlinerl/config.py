@@ -24,7 +24,7 @@ from pydantic import (
 )
 
 from onlinerl.errors import SettingsError
-from onlinerl.redaction import redacted
+from onlinerl.redaction import redacted_url
 
 POLICY_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 BUILTIN_MODEL = "fim-27m"
@@ -41,7 +41,7 @@ other dump may be published, so it has no secrets in it."""
 
 
 def _address(url: str, info: SerializationInfo) -> str:
-    return url if info.context == WHOLE else redacted(url)
+    return url if info.context == WHOLE else redacted_url(url)
 
 
 Address = Annotated[str, PlainSerializer(_address)]

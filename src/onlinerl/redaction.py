@@ -11,8 +11,9 @@ SHOWN = frozenset({"api-version"})
 SHORTEST = 4
 """Characters of a secret that is looked for in other people's words; shorter ones would hide half of them."""
 _URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://[^\s'\"<>`]*")
-# A password may hold slashes where nobody escaped them; what begins with a number and a slash is a port.
-_USER = re.compile(r"(?<=://)([^/?#@:]*)(?::((?!\d{1,5}[/?#])[^@]*))?@")
+# To the last @ of the host's part; to the last of all where a password holds slashes that nobody escaped.
+# What begins with a number and a slash is a port.
+_USER = re.compile(r"(?<=://)(?:([^/?#]*)|([^/?#@:]*:(?!\d{1,5}[/?#]).*))@", re.DOTALL)
 _FIELD = re.compile(r"(?:([^&;=]*)=)?([^&;]+)")
 
 
@@ -25,8 +26,18 @@ def redacted(text: str) -> str:
     return _URL.sub(lambda found: _hide(found[0]), text)
 
 
+def redacted_url(url: str) -> str:
+    """One URL in the same way. Whoever knows that it is one, and no text with URLs in it, hides spaces and
+    quotes too, which a text's URLs end at; what has no scheme is hidden whole, since a key may be anywhere.
+
+    >>> redacted_url("http://host/v1?api_key=sk 'one'"), redacted_url("host/v1?api_key=sk-1")
+    ('http://host/v1?api_key=***', '***')
+    """
+    return _hide(url) if "://" in url else HIDDEN * bool(url)
+
+
 def secrets_of(url: str) -> list[str]:
-    """What `redacted` hides of one URL, as it stands there and as it is meant, the longest first: to be
+    """What `redacted_url` hides of one URL, as it stands there and as it is meant, the longest first: to be
     hidden in the words of whoever got it.
 
     >>> secrets_of("https://host/v1?api-version=2&api_key=sk%2D1")
@@ -34,7 +45,8 @@ def secrets_of(url: str) -> list[str]:
     """
     found: list[str | None] = []
     if user := _USER.search(url):
-        found += user.groups()
+        name, _, password = (user[1] or user[2] or "").partition(":")
+        found += [name, password]
         url = url[user.end() :]
     rest, _, fragment = url.partition("#")
     query = rest.partition("?")[2]

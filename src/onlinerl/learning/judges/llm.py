@@ -30,7 +30,7 @@ from onlinerl.datasets.fim import FimPrompt
 from onlinerl.errors import JudgeError, SettingsError
 from onlinerl.learning.judges.base import HIGHEST, Judgement
 from onlinerl.learning.judges.cache import ScoreCache, digest
-from onlinerl.redaction import HIDDEN, secrets_of
+from onlinerl.redaction import HIDDEN, redacted_url, secrets_of
 
 URL, KEY, MODEL = "LLMASJUDGE_API_URL", "LLMASJUDGE_API_KEY", "LLMASJUDGE_MODEL"
 """Environment variables, named as the seed names them."""
@@ -527,8 +527,8 @@ def endpoint(url: str) -> str:
         usable = False
     if not usable:
         raise SettingsError(
-            f"the LLM judge's address {url!r} must be http:// or https://, a host, and a port from 1 to "
-            f"65535 if any: see {URL}"
+            f"the LLM judge's address {redacted_url(url)!r} must be http:// or https://, a host, and a port "
+            f"from 1 to 65535 if any: see {URL}"
         )
     path = parts.path.rstrip("/")
     if not path.endswith("/chat/completions"):
