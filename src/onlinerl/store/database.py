@@ -41,10 +41,9 @@ def file_of(url: str) -> Path:
 def _parse(url: str) -> sa.URL:
     try:
         parsed = sa.make_url(url)
-    except ArgumentError:
-        raise SettingsError(
-            f"store.url {url!r} is not a database URL; write sqlite:////path/to/file.db"
-        ) from None
+    except (ArgumentError, ValueError):  # ValueError: a port that is no number
+        # Not quoted: nobody can tell where in it a password stands.
+        raise SettingsError("store.url is not a database URL; write sqlite:////path/to/file.db") from None
     ours = parsed.drivername in ("sqlite", "sqlite+pysqlite")
     if not ours or not parsed.database or parsed.database == ":memory:":
         raise SettingsError(
