@@ -36,6 +36,7 @@ class DoubleEngine:
         script         what it answers; default `scripted`. The answer ends with STOP, as if the model
                        had sampled an end-of-text token; that token is sent when `stop_ids` has one.
         gap            seconds between two tokens.
+        hold           (tokens, event): after so many tokens a stream waits for the event; None: none does.
         down           nothing is reachable: every call raises EngineUnavailable.
         full           generate raises EngineFull with this `retry_after`; None: it is not full.
         die_after      EngineError after so many tokens of every stream; None: never. 0: EngineUnavailable.
@@ -57,6 +58,7 @@ class DoubleEngine:
         self.versions = set(versions)
         self.script = script
         self.gap = gap
+        self.hold: tuple[int, asyncio.Event] | None = None
         self.context = context
         self.down = False
         self.full: float | None = None
@@ -101,6 +103,8 @@ class DoubleEngine:
             answer = [*self.script(request.prompt_ids, request.version), *request.stop_ids[:1]]
             for position, token in enumerate(answer[: request.max_tokens]):
                 await asyncio.sleep(self.gap)
+                if self.hold is not None and position == self.hold[0]:
+                    await self.hold[1].wait()
                 if self.down or self.die_after == position:
                     ended = True
                     if position == 0:

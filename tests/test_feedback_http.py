@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import json
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -12,7 +14,7 @@ import pytest
 
 from onlinerl.records import Interaction, Verdict
 from onlinerl.text.templates import QWEN
-from tests.gateways import Gateway, running, says
+from tests.gateways import Gateway, running, says, until
 
 PREFIX, SUFFIX = "def area(r):\n    ", "\n"
 
@@ -255,3 +257,155 @@ async def test_metrics_count_what_became_of_it(gateway: Gateway) -> None:
     text = (await gateway.client.get("/metrics")).text
     assert 'onlinerl_feedback_total{event="accepted",source="native",status="unmatched"}' in text
     assert 'onlinerl_joins_total{by="none",source="native"}' in text
+
+
+# ------------------------------------------------------- feedback that comes before its interaction
+
+
+@contextlib.asynccontextmanager
+async def streamed(
+    gateway: Gateway,
+    shown: str = "return 3",
+    *,
+    prefix: str = PREFIX,
+    headers: Any = None,
+    model: str = "tab",
+) -> AsyncIterator[str]:
+    """The id of an answer of which `shown` has arrived and the rest is not sampled; left, it is cut."""
+    gateway.engine.hold = (3, asyncio.Event())
+    body = {"model": model, "prompt": QWEN.render(prefix, SUFFIX), "stream": True}
+    async with gateway.client.stream("POST", "/v1/completions", json=body, headers=headers) as reply:
+        text = ""
+        lines = reply.aiter_lines()  # as long as it lives the connection is open
+        while text != shown:
+            line = await anext(lines)
+            if line.startswith("data: {"):
+                event = json.loads(line.removeprefix("data: "))
+                text += event["choices"][0]["text"]
+        yield event["id"]
+
+
+async def recorded(gateway: Gateway, id: str) -> Interaction:
+    def there() -> bool:
+        last = gateway.last()
+        return last is not None and last.id == id
+
+    await until(there)
+    return row(gateway, id)
+
+
+@pytest.mark.parametrize(
+    ("prefix", "completion", "displayed"),
+    [(PREFIX, "return 3", "return 3"), (PREFIX, "retu", "retu"), (f"{PREFIX}ret", "urn", "return")],
+    ids=["whole", "part", "typed through"],
+)
+@pytest.mark.parametrize("flat", [False, True])
+async def test_feedback_by_text_on_a_stream_joins_when_that_is_recorded(
+    gateway: Gateway, prefix: str, completion: str, displayed: str, flat: bool
+) -> None:
+    data = event(prefix, completion, accepted=True)
+    async with streamed(gateway) as id:
+        reply = (
+            await gateway.client.post("/api/training/submit", json=data)
+            if flat
+            else await upstream(gateway, data)
+        )
+        assert gateway.last() is None
+        assert (reply.json()["feedback"], reply.json()["queue_position"]) == ("unmatched", 0)
+        assert "under way" in reply.json()["message"]
+    one = await recorded(gateway, id)
+    assert (one.verdict, one.completion, one.displayed) == (Verdict.ACCEPTED, "return 3", len(displayed))
+    assert [(kept["status"], kept["id"]) for kept in gateway.feedback_rows()] == [("matched", id)]
+    again = await upstream(gateway, data)
+    assert again.json()["feedback"] == "duplicate"
+    metrics = (await gateway.client.get("/metrics")).text
+    source = "fork" if flat else "continue"
+    assert f'onlinerl_joins_total{{by="under_way",source="{source}"}}' in metrics
+
+
+async def test_feedback_at_once_after_the_cut_is_joined(gateway: Gateway) -> None:
+    for n in range(8):
+        prefix = f"def area{n}(r):\n    "
+        async with streamed(gateway, prefix=prefix) as id:
+            pass
+        await upstream(gateway, event(prefix, "return 3", accepted=True, completionId=f"c-{n}"))
+        assert (await recorded(gateway, id)).verdict is Verdict.ACCEPTED
+    assert [kept["status"] for kept in gateway.feedback_rows()] == ["matched"] * 8
+
+
+async def test_an_answer_accepted_in_mid_stream_may_go_on(gateway: Gateway) -> None:
+    async with streamed(gateway) as id:
+        await upstream(gateway, event(completion="return 3", accepted=True))
+        assert gateway.engine.hold
+        gateway.engine.hold[1].set()
+        one = await recorded(gateway, id)
+    assert (one.completion, one.displayed) == ("return 3.14 * r * r", len("return 3"))
+    assert one.verdict is Verdict.ACCEPTED
+    assert not one.loss_mask()[-1]
+
+
+async def test_a_timeout_and_an_accept_of_a_stream_end_in_the_accept(gateway: Gateway) -> None:
+    async with streamed(gateway) as id:
+        for accepted in (False, True):
+            await upstream(gateway, event(completion="return 3", accepted=accepted))
+    assert (await recorded(gateway, id)).verdict is Verdict.ACCEPTED
+    assert [kept["status"] for kept in gateway.feedback_rows()] == ["superseded", "matched"]
+
+
+@pytest.mark.parametrize("named", [True, False])
+async def test_a_stream_is_not_taken_for_another_users_answer(gateway: Gateway, named: bool) -> None:
+    """Both users were sent the same text; only one of them is in the store when the other one reports."""
+    first = await asked(gateway, headers={"x-user-id": "ann"})
+    headers = {"x-user-id": "ben"}
+    async with streamed(gateway, headers=headers) as id:
+        data = event(completion="return 3", accepted=True)
+        body = {"name": "autocomplete", "data": data}
+        await gateway.client.post("/api/training/submit", json=body, headers=headers if named else None)
+    assert (await recorded(gateway, id)).verdict is (Verdict.ACCEPTED if named else None)
+    assert row(gateway, first).verdict is None
+    (kept,) = gateway.feedback_rows()
+    assert (kept["status"], kept["id"]) == (("matched", id) if named else ("unmatched", None))
+
+
+async def test_what_fits_no_text_that_was_sent_waits_for_nothing(gateway: Gateway) -> None:
+    async with streamed(gateway) as id:
+        for completion in ("return 3.14", "something else", ""):
+            reply = await upstream(gateway, event(completion=completion, accepted=False))
+            assert reply.json()["feedback"] == "unmatched"
+            assert "under way" not in reply.json()["message"]
+    assert (await recorded(gateway, id)).verdict is None
+    assert [kept["id"] for kept in gateway.feedback_rows()] == [None] * 3
+
+
+async def test_an_answer_asked_for_after_the_feedback_is_not_meant(gateway: Gateway) -> None:
+    await upstream(gateway, event(accepted=True))
+    assert row(gateway, await asked(gateway)).verdict is None
+    assert [kept["status"] for kept in gateway.feedback_rows()] == ["unmatched"]
+
+
+async def test_an_answer_of_which_nothing_was_sent_is_not_meant(gateway: Gateway) -> None:
+    """Unlike a stream, a whole answer is seen by nobody before it is recorded."""
+    first = await asked(gateway)
+    gateway.engine.hold = (3, asyncio.Event())
+    asking = asyncio.create_task(asked(gateway))
+    await until(lambda: gateway.engine.running)
+    assert (await upstream(gateway, event(completion="return 3", accepted=True))).json()[
+        "feedback"
+    ] == "matched"
+    gateway.engine.hold[1].set()
+    assert row(gateway, await asking).verdict is None
+    assert row(gateway, first).verdict is Verdict.ACCEPTED
+
+
+async def test_feedback_with_an_id_waits_by_the_rules_of_its_policy(tmp_path: Path) -> None:
+    overrides = ("policies.chat.joins.deadline=50", "policies.tab.joins.deadline=60")
+    async with running(tmp_path, *overrides, policies=("tab", "chat")) as gateway:
+        gateway.engine.script = says("return 3.14 * r * r")
+        async with streamed(gateway, model="chat") as id:
+            assert await native(gateway, id, "accepted") == "unmatched"
+            assert await native(gateway, id, "accepted", index=1) == "unmatched"
+        assert (await recorded(gateway, id)).verdict is Verdict.ACCEPTED
+        kept = gateway.feedback_rows()
+        assert [(one["status"], one["deadline"]) for one in kept] == [("matched", 50.0), ("unmatched", 60.0)]
+        metrics = (await gateway.client.get("/metrics")).text
+    assert 'onlinerl_joins_total{by="under_way",source="native"}' in metrics

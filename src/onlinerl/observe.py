@@ -57,7 +57,7 @@ FEEDBACK = Counter(
 )
 JOINS = Counter(
     "onlinerl_joins",
-    "How feedback found its interaction: id, client, prompt, text, or none.",
+    "How feedback found its interaction: id, client, prompt, text, under_way (not on disk yet), or none.",
     ("source", "by"),
 )
 

@@ -9,13 +9,14 @@ import asyncio
 import math
 import secrets
 import time
-from collections.abc import AsyncGenerator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import AsyncGenerator, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
 
 from onlinerl import observe
 from onlinerl.errors import EngineError
 from onlinerl.gateway.service import Route
-from onlinerl.records import Finish, FinishReason, Generation, Interaction, Token
+from onlinerl.records import Feedback, Finish, FinishReason, Generation, Interaction, Token, text_hash
 from onlinerl.text.codec import Codec
 
 
@@ -258,6 +259,52 @@ class Answer:
             suffix_hash=self.prompt.suffix_hash,
             propensity=ask.route.propensity,
         )
+
+    def so_far(self) -> Interaction:
+        """What the record would be if nothing came after what the client was sent by now."""
+        return replace(self.interaction(), completion=self.text)
+
+
+class UnderWay:
+    """Streamed answers that are being sampled, or are sampled and not on disk yet.
+
+    Their clients show text that the store has not seen: feedback on an answer that was cut, or accepted in
+    mid-stream, may come before its record. Here it finds which answer it means.
+    """
+
+    def __init__(self) -> None:
+        self._answers: dict[tuple[str, int], Answer] = {}
+
+    @contextmanager
+    def holding(self, answers: Sequence[Answer]) -> Iterator[None]:
+        """Inside, these are under way. To be left when they are recorded, or never will be."""
+        mine = {(answer.ask.id, answer.index): answer for answer in answers}
+        self._answers |= mine
+        try:
+            yield
+        finally:
+            for name in mine:
+                del self._answers[name]
+
+    def meant(self, feedback: Feedback) -> list[Interaction]:
+        """Those that feedback may be about, as they are now: the one that it names, else those asked for
+        with its prompt or with its text after the cursor.
+
+        Nothing where the client says that it displayed nothing: what it will have been sent is not known yet.
+        """
+        if feedback.id is not None:
+            named = self._answers.get((feedback.id, feedback.index))
+            found = [] if named is None else [named]
+        elif not feedback.displayed_text:
+            return []
+        else:
+            suffix = None if feedback.suffix is None else text_hash(feedback.suffix)
+            found = [
+                answer
+                for answer in self._answers.values()
+                if answer.prompt.text == feedback.prompt or answer.prompt.suffix_hash == suffix
+            ]
+        return [answer.so_far() for answer in found if answer.ask.project == feedback.project]
 
 
 async def merge(answers: Sequence[Answer]) -> AsyncGenerator[tuple[Answer, str | None], None]:

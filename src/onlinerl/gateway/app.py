@@ -24,6 +24,7 @@ from onlinerl import observe
 from onlinerl.config import Settings
 from onlinerl.errors import Forbidden, NotFound, OnlineRLError, RequestError
 from onlinerl.gateway.admin import Admin, Replicas
+from onlinerl.gateway.answers import UnderWay
 from onlinerl.gateway.bodies import JSONReply, error_reply
 from onlinerl.gateway.completions import CompletionRequest, Completions
 from onlinerl.gateway.feedback import ContinueEvent, FeedbackRoutes, NativeFeedback
@@ -50,8 +51,9 @@ def create_app(
     """
     known = Services(services)
     limit = settings.server.body_limit
-    completions = Completions(known, writer, body_limit=limit)
-    feedback = FeedbackRoutes(known, writer, body_limit=limit)
+    under_way = UnderWay()
+    completions = Completions(known, writer, under_way, body_limit=limit)
+    feedback = FeedbackRoutes(known, writer, under_way, body_limit=limit)
     admin = Admin(known, writer, database, key=admin_key, replicas=replicas, body_limit=limit)
     state = _State(known)
     app = FastAPI(title="onlinerl", version=onlinerl.__version__, docs_url=None, redoc_url=None)

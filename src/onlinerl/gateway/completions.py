@@ -14,7 +14,7 @@ from starlette.responses import Response
 
 from onlinerl.errors import RequestError
 from onlinerl.experiments.assignment import EXPLORE, LIVE, exploration
-from onlinerl.gateway.answers import Answer, Ask, Prompt, new_id
+from onlinerl.gateway.answers import Answer, Ask, Prompt, UnderWay, new_id
 from onlinerl.gateway.bodies import checked, read_json, sticky
 from onlinerl.gateway.replies import Stream, Whole
 from onlinerl.gateway.service import Route, Service, Services
@@ -87,9 +87,10 @@ class CompletionRequest(BaseModel):
 class Completions:
     """The endpoint."""
 
-    def __init__(self, services: Services, writer: Writer, *, body_limit: int) -> None:
+    def __init__(self, services: Services, writer: Writer, under_way: UnderWay, *, body_limit: int) -> None:
         self._services = services
         self._writer = writer
+        self._under_way = under_way
         self._limit = body_limit
 
     async def create(self, request: Request) -> Response:
@@ -133,8 +134,11 @@ class Completions:
             for sibling in range(body.n)
         ]
         prompt_tokens = sum(len(prompt.ids) for prompt in prompts)
-        writing = Stream if body.stream else Whole
-        return writing(self._writer, ask, answers, body.model, prompt_tokens, usage)
+        if body.stream:
+            return Stream(
+                self._writer, ask, answers, body.model, prompt_tokens, usage, under_way=self._under_way
+            )
+        return Whole(self._writer, ask, answers, body.model, prompt_tokens, usage)
 
 
 def _refuse(body: CompletionRequest) -> None:

@@ -7,7 +7,7 @@ kept as it came. Windows use the server's receive time, never the client's clock
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from types import MappingProxyType
@@ -22,6 +22,7 @@ from starlette.responses import Response
 from onlinerl import observe
 from onlinerl.errors import RequestError
 from onlinerl.gateway import joins
+from onlinerl.gateway.answers import UnderWay
 from onlinerl.gateway.bodies import JSONReply, checked, read_json, sticky
 from onlinerl.gateway.service import Services
 from onlinerl.records import Event, Feedback, FeedbackStatus, Interaction, text_hash
@@ -30,6 +31,8 @@ from onlinerl.store import interactions
 from onlinerl.store.database import Writer
 
 PROJECT = "default"
+UNDER_WAY = "under_way"
+"""How feedback is joined that came before its interaction: when that is written, by its name."""
 _RESERVED = "cmpl-"
 """Beginning of our own ids: a client that sends one back as its `completionId` is joined by it."""
 
@@ -75,7 +78,7 @@ class Recorded:
 
     status: FeedbackStatus
     by: str
-    """How it was joined: id, client, prompt, text, none."""
+    """How it was joined: id, client, prompt, text; none; under_way: it will be, when that is on disk."""
     waiting: int = 0
     """Verdicts of the policy that wait to be trained on."""
 
@@ -83,9 +86,10 @@ class Recorded:
 class FeedbackRoutes:
     """Both endpoints."""
 
-    def __init__(self, services: Services, writer: Writer, *, body_limit: int) -> None:
+    def __init__(self, services: Services, writer: Writer, under_way: UnderWay, *, body_limit: int) -> None:
         self._services = services
         self._writer = writer
+        self._under_way = under_way
         self._limit = body_limit
         self._first = next(iter(services.by_name), "")
 
@@ -120,40 +124,52 @@ class FeedbackRoutes:
         return JSONReply(
             {
                 "status": "submitted",
-                "message": MESSAGES[done.status],
+                "message": WAITS if done.by == UNDER_WAY else MESSAGES[done.status],
                 "queue_position": done.waiting,
                 "feedback": done.status,
             }
         )
 
     async def _keep(self, feedback: Feedback, *, count: bool) -> Recorded:
-        done = await self._writer.submit(partial(self._join_and_record, feedback, count))
+        # Looked at before the store is: what is recorded in between is found in both, and counts as recorded.
+        under_way = self._under_way.meant(feedback)
+        done = await self._writer.submit(partial(self._join_and_record, feedback, under_way, count))
         observe.FEEDBACK.labels(feedback.source, feedback.event.value, done.status.value).inc()
         observe.JOINS.labels(feedback.source, done.by).inc()
         return done
 
-    def _join_and_record(self, feedback: Feedback, count: bool, connection: Connection) -> Recorded:
-        """Find the interaction and keep the feedback, in the writer's transaction."""
+    def _join_and_record(
+        self, feedback: Feedback, under_way: Sequence[Interaction], count: bool, connection: Connection
+    ) -> Recorded:
+        """Find the interaction and keep the feedback, in the writer's transaction.
+
+        Feedback that means an answer under way is kept with that one's name, and joins it when it is
+        written, as feedback does that names it itself.
+        """
         if feedback.id is not None:
-            return self._record_by_id(connection, feedback, count)
-        found, by, displayed = self._find(connection, feedback)
+            return self._record_by_id(connection, feedback, under_way, count)
+        found, by, displayed = self._find(connection, feedback, under_way)
         if found is not None and displayed is not None:
             # As the store knows it: a beginning of what was served. The client's own text is in the payload.
             feedback = replace(feedback, displayed_text=found.completion[:displayed])
         policy = found.policy if found else self._first
         match = (found.id, found.index) if found else None
         status = feedback_store.record(connection, feedback, match, deadline=self._deadline(policy))
+        if found is not None and status is FeedbackStatus.UNMATCHED:
+            return Recorded(status, UNDER_WAY)
         return Recorded(status, by, self._waiting(connection, policy) if count and found else 0)
 
-    def _record_by_id(self, connection: Connection, feedback: Feedback, count: bool) -> Recorded:
-        policy = self._first
-        if len(self._services.by_name) > 1 and feedback.id is not None:
+    def _record_by_id(
+        self, connection: Connection, feedback: Feedback, under_way: Sequence[Interaction], count: bool
+    ) -> Recorded:
+        named = next(iter(under_way), None)
+        if named is None and len(self._services.by_name) > 1 and feedback.id is not None:
             named = interactions.get(connection, feedback.id, feedback.index)
-            policy = named.policy if named else policy
+        policy = named.policy if named else self._first
         status = feedback_store.record(connection, feedback, None, deadline=self._deadline(policy))
-        found = status is not FeedbackStatus.UNMATCHED
-        waiting = self._waiting(connection, policy) if count and found else 0
-        return Recorded(status, "id" if found else "none", waiting)
+        if status is FeedbackStatus.UNMATCHED:
+            return Recorded(status, UNDER_WAY if under_way else "none")
+        return Recorded(status, "id", self._waiting(connection, policy) if count else 0)
 
     def _deadline(self, policy: str) -> float:
         service = self._services.by_name.get(policy)
@@ -163,7 +179,9 @@ class FeedbackRoutes:
     def _waiting(self, connection: Connection, policy: str) -> int:
         return interactions.counts(connection, policy=policy).waiting
 
-    def _find(self, connection: Connection, feedback: Feedback) -> tuple[Interaction | None, str, int | None]:
+    def _find(
+        self, connection: Connection, feedback: Feedback, under_way: Sequence[Interaction]
+    ) -> tuple[Interaction | None, str, int | None]:
         """(interaction, how it was found, characters displayed)."""
         if feedback.client_id:
             earlier = feedback_store.matched_before(
@@ -176,36 +194,41 @@ class FeedbackRoutes:
                 # the id is the client's: it must at least be about the same text
                 if text is None or displayed is not None or text in found.completion:
                     return found, "client", displayed
-        match = self._match(connection, feedback)
+        match = self._match(connection, feedback, under_way)
         if match is None:
             return None, "none", None
         return match.interaction, match.by, match.displayed
 
-    def _match(self, connection: Connection, feedback: Feedback) -> joins.Match | None:
-        """By the texts."""
+    def _match(
+        self, connection: Connection, feedback: Feedback, under_way: Sequence[Interaction]
+    ) -> joins.Match | None:
+        """By the texts, among what is recorded and what is under way."""
         if feedback.displayed_text is None:
             return None
 
         def near() -> list[Interaction]:
             if feedback.prefix is None or feedback.suffix is None:
                 return []
-            return self._candidates(connection, feedback, suffix_hash=text_hash(feedback.suffix))
+            suffix = text_hash(feedback.suffix)
+            begun = [one for one in under_way if one.suffix_hash == suffix]
+            return self._candidates(connection, feedback, begun, suffix_hash=suffix)
 
-        same = (
-            self._candidates(connection, feedback, prompt_hash=text_hash(feedback.prompt))
-            if feedback.prompt is not None
-            else []
-        )
+        same: list[Interaction] = []
+        if feedback.prompt is not None:
+            begun = [one for one in under_way if one.prompt == feedback.prompt]
+            same = self._candidates(connection, feedback, begun, prompt_hash=text_hash(feedback.prompt))
         return joins.find(feedback, same, near, self._parse)
 
     def _candidates(
         self,
         connection: Connection,
         feedback: Feedback,
+        begun: Iterable[Interaction],
         *,
         prompt_hash: str | None = None,
         suffix_hash: str | None = None,
     ) -> list[Interaction]:
+        """What is recorded, and those of `begun` that are not yet."""
         windows = {name: one.settings.joins.window for name, one in self._services.by_name.items()}
         longest = max(windows.values())
         found = interactions.candidates(
@@ -215,6 +238,8 @@ class FeedbackRoutes:
             prompt_hash=prompt_hash,
             suffix_hash=suffix_hash,
         )
+        known = {(one.id, one.index) for one in found}
+        found += [one for one in begun if (one.id, one.index) not in known]
         return [one for one in found if one.at >= feedback.at - windows.get(one.policy, longest)]
 
     def _parse(self, interaction: Interaction) -> tuple[str, str] | None:
@@ -229,6 +254,7 @@ MESSAGES: Mapping[FeedbackStatus, str] = {
     FeedbackStatus.SUPERSEDED: "recorded; a stronger verdict on the same completion stands",
     FeedbackStatus.UNMATCHED: "recorded; no completion that was served fits it",
 }
+WAITS = "recorded; it will be joined to the completion it fits, which is still under way"
 
 
 def continue_feedback(body: Mapping[str, Any], *, at: float, headers: Mapping[str, str]) -> Feedback:

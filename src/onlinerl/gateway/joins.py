@@ -1,4 +1,5 @@
-"""Which interaction a piece of feedback means. Pure functions; the store gives the candidates.
+"""Which interaction a piece of feedback means. Pure functions; the store and the answers under way give the
+candidates.
 
 By id where the client knows it. Else by what the client saw: the same prompt and the displayed text, or
 (the client's cache, typing through a suggestion) a prompt that was never sent, whose text and completion

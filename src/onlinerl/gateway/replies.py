@@ -15,7 +15,7 @@ from starlette.types import Receive, Scope, Send
 
 from onlinerl import observe
 from onlinerl.errors import EngineError, OnlineRLError, StoreError
-from onlinerl.gateway.answers import Answer, Ask, merge
+from onlinerl.gateway.answers import Answer, Ask, UnderWay, merge
 from onlinerl.gateway.bodies import JSONReply, error_body, error_reply
 from onlinerl.records import FinishReason
 from onlinerl.store import interactions
@@ -169,8 +169,10 @@ class Stream(Answering):
         model: str | None,
         prompt_tokens: int,
         usage: bool,
+        under_way: UnderWay,
     ) -> None:
         super().__init__(writer, ask, answers, model, prompt_tokens, usage)
+        self._under_way = under_way
         self._started = False
         head = {
             "id": ask.id,
@@ -182,6 +184,11 @@ class Stream(Answering):
         # All that stays the same is written once: a token costs only its own text.
         self._head = b"data: " + orjson.dumps(head)[:-1] + b',"choices":['
         self._tail = b'],"usage":null}\n\n' if usage else b"]}\n\n"
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        # until they are recorded, also where the client has left
+        with self._under_way.holding(self._answers):
+            await super().__call__(scope, receive, send)
 
     async def _serve(self, scope: Scope, receive: Receive, send: Send) -> None:
         logprobs = {answer.index: Logprobs(answer) for answer in self._answers}

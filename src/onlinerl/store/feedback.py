@@ -85,7 +85,7 @@ def record(
 ) -> FeedbackStatus:
     """Keep a piece of feedback and let it act on the interaction it belongs to, in one transaction.
 
-    `match` is the (id, index) that was found for it; None: the one that it names itself, if any, which may
+    `match` is the (id, index) that was found for it; None: the one that it names itself, if any. Either may
     be written later (`rejoin`). `deadline` is in seconds after the request. An interaction of another
     project is not found: names of interactions are no secret, and no right.
     """
