@@ -11,6 +11,7 @@ import os
 import shutil
 import subprocess
 import tempfile
+import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -58,6 +59,8 @@ class Tally:
 
 def _serve(connection: Connection, prepare: Prepare, folder: Path) -> None:
     """A worker's life: take a run, send its outcome, until None comes."""
+    # A command that was killed cannot say so, and a run takes minutes, of a processor that nobody pays for.
+    threading.Thread(target=_end_with_parent, name="parent", daemon=True).start()
     work = prepare(folder)
     connection.send(None)  # ready
     while True:
@@ -81,6 +84,13 @@ def _serve(connection: Connection, prepare: Prepare, folder: Path) -> None:
                 run.overrides,
             )
         connection.send(outcome)
+
+
+def _end_with_parent() -> None:
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+    parent.join()
+    os._exit(1)
 
 
 class Crew:

@@ -12,6 +12,7 @@ import subprocess
 import sys
 import time
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -296,6 +297,7 @@ def toys(folder: Path) -> Work:
         if run.arm == "dies":
             os._exit(7)
         if run.arm == "slow":
+            (folder / "pid").write_text(str(os.getpid()))
             time.sleep(60)
         seen = f"{os.environ['CUDA_VISIBLE_DEVICES']}/{os.environ['OMP_NUM_THREADS']}"
         return Outcome(run.study, run.arm, run.seed, "finished", seen, 0.01)
@@ -330,6 +332,28 @@ def test_a_run_that_breaks_or_dies_costs_itself_alone(tmp_path: Path) -> None:
     assert {o.message for o in kept if o.arm == "fine"} <= {"0/1", "1/1"}
     assert all("as it should" in o.message for o in kept if o.arm == "breaks")
     assert all("code 7" in o.message for o in kept if o.arm == "dies")
+
+
+def test_workers_end_with_a_command_that_is_killed(tmp_path: Path) -> None:
+    """In the middle of a run too: it would go on for minutes, and nobody would read what comes of it."""
+    script = (
+        "from pathlib import Path; from tests.test_studies import off; from studies.plan import Run;"
+        f"off([Run('s', 'slow', 0, cost=0.1)], Path({str(tmp_path)!r}), processes=1)"
+    )
+    command = subprocess.Popen([sys.executable, "-c", script], cwd=ROOT)
+    pid = tmp_path / "pid"
+    wait_for(lambda: pid.exists() and pid.read_text() != "")
+    command.kill()
+    command.wait()
+    worker = Path("/proc", pid.read_text())
+    wait_for(lambda: not worker.exists() or "Z" in (worker / "stat").read_text().rpartition(")")[2][:3])
+
+
+def wait_for(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 60
+    while not condition():
+        assert time.monotonic() < deadline, "it never happened"
+        time.sleep(0.05)
 
 
 def test_what_does_not_fit_the_budget_is_missing(tmp_path: Path) -> None:
