@@ -16,6 +16,7 @@ from fastapi import FastAPI
 from onlinerl.config import Settings, load_settings
 from onlinerl.errors import EngineUnavailable
 from onlinerl.gateway.app import create_app
+from onlinerl.gateway.protocol import Protocol
 from onlinerl.gateway.service import Service
 from onlinerl.records import Finish, Generation, Interaction, Token, Version, VersionState
 from onlinerl.store import interactions, versions
@@ -185,7 +186,9 @@ async def running(
     with socket.socket() as listening:
         listening.bind(("127.0.0.1", 0))
         listening.listen(256)
-        config = uvicorn.Config(app, log_level="warning", lifespan="off", timeout_graceful_shutdown=5)
+        config = uvicorn.Config(
+            app, http=Protocol, log_level="warning", lifespan="off", timeout_graceful_shutdown=5
+        )
         server = uvicorn.Server(config)
         serving = asyncio.create_task(server.serve([listening]))
         await until(lambda: server.started)

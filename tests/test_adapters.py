@@ -448,17 +448,42 @@ def test_a_killed_run_goes_on_from_its_parent_and_its_adapter(
             assert torch.allclose(tensor, expected[name], atol=1e-5), name
 
 
+@pytest.mark.parametrize(
+    ("setting", "told"),
+    [
+        ("alpha=64", r"other settings of train\.lora.*'alpha': 32.*'alpha': 64"),
+        ("rank=2", r"other settings of train\.lora.*'rank': 4.*'rank': 2"),
+        ("rank=0", r"other settings of train\.lora.*'rank': 4.*None now"),
+        ("targets=[q_proj]", r"or not these train\.lora\.targets"),
+    ],
+)
 def test_a_killed_run_does_not_go_on_with_another_adapter(
-    settings: Settings, monkeypatch: pytest.MonkeyPatch
+    settings: Settings, monkeypatch: pytest.MonkeyPatch, setting: str, told: str
 ) -> None:
     fill(settings, 100)
     killed_at(settings, 4, monkeypatch)
     other = settings_for(
-        Path(settings.policies["tab"].model), settings.home, "policies.tab.train.lora.alpha=64"
+        Path(settings.policies["tab"].model), settings.home, f"policies.tab.train.lora.{setting}"
     )
-    with pytest.raises(RunError, match=r"other settings of train\.lora.*'alpha': 32.*'alpha': 64"):
+    with pytest.raises(RunError, match=told):
         train(other, "tab")
     assert train(other, "tab").id == 2
+
+
+def test_without_a_checkpoint_another_adapter_is_told_too(
+    settings: Settings, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fill(settings, 140)
+    killed_at(settings, 6, monkeypatch)
+    shutil.rmtree(settings.home / "runs" / "1" / "checkpoints")
+    other = settings_for(
+        Path(settings.policies["tab"].model), settings.home, "policies.tab.train.lora.rank=2"
+    )
+    ended = train(other, "tab")
+    assert ended.id == 1
+    told = "train.lora.rank: 4, now 2"
+    assert [one for one in events(settings, kind="warning") if one["text"].endswith(told)]
+    assert [line for line in running.outcome(other, ended) if line.endswith(told)]
 
 
 def test_the_next_run_goes_on_with_the_adapter_of_the_live_version(

@@ -7,7 +7,7 @@ import json
 from pathlib import Path
 
 import pytest
-from bench import decode, large, precision
+from bench import cleaning, decode, large, precision
 from bench.trainer import main
 
 from tests.test_batches import CPU, build, draw
@@ -99,3 +99,11 @@ def test_the_benchmark_of_decode_steps_notices_other_answers() -> None:
     assert wrong == []
     decode.check(wrong, "exact", found, most=0.2, mean=0.05)
     assert len(wrong) == 1
+
+
+def test_the_benchmark_of_cleaning_runs_and_both_sides_decide_alike(tmp_path: Path) -> None:
+    out = tmp_path / "cleaning.json"
+    assert cleaning.main(["--requests", "500", "--out", str(out)]) == 0
+    results = json.loads(out.read_text())["results"]
+    assert results["one user, 5 places"]["left_out"]["near_duplicate"] > 50
+    assert all(case["wrong"] == 0 and case["ratio"] > 0 for case in results.values())

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from bench.cleaning import Plain
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -21,7 +22,8 @@ from onlinerl.datasets import sources
 from onlinerl.errors import RunBusy, SettingsError
 from onlinerl.flow.channel import Channel
 from onlinerl.learning import cleaning
-from onlinerl.learning.cleaning import REASONS, Recent, bursts, fault, inhuman, near, place
+from onlinerl.learning import receive as receiving
+from onlinerl.learning.cleaning import REASONS, Places, Recent, bursts, fault, inhuman, least, place
 from onlinerl.learning.control import Control
 from onlinerl.learning.receive import DataReceiver
 from onlinerl.learning.rewards import examples
@@ -222,9 +224,15 @@ def test_the_default_lets_a_person_work_on_one_line_for_a_while() -> None:
 def test_places_by_hand() -> None:
     # before: a b c, b c d; after: one of a single word
     assert len(place(QWEN.render("a b c d", "e"))) == 3
-    assert near(frozenset({1, 2, 3}), frozenset({2, 3, 4}), 0.5)
-    assert not near(frozenset({1, 2, 3}), frozenset({2, 3, 4}), 0.51)
-    assert not near(frozenset({1}), frozenset(range(10)), 0.2)
+    assert (least(3, 3, 0.5), least(3, 3, 0.51), least(3, 3, 1)) == (2, 3, 3)
+    assert least(1, 10, 0.2) == 2, "more than the smaller one has: never"
+    places = Places()
+    assert [places.add(frozenset(numbers)) for numbers in ({1, 2, 3}, {7}, {2, 3, 4})] == [0, 1, 2]
+    assert places.near(frozenset({2, 3, 4}), 0.5) == 0b101
+    assert places.near(frozenset({2, 3, 4}), 0.51) == 0b100
+    places.remove(0, frozenset({1, 2, 3}))
+    assert places.near(frozenset({1, 2, 3}), 0.5) == 0b100
+    assert places.add(frozenset({5})) == 0, "the lowest that is free"
     far = "x = 1\n" * 500  # what is far from the cursor plays no part
     assert place(QWEN.render(far + CODE, "\n")) == place(
         QWEN.render("y = 2\n" + far + CODE, "\n" + " " * 200)
@@ -267,31 +275,26 @@ def test_who_judges_faster_than_they_can_read_is_no_person() -> None:
     repeats=st.integers(1, 6),
 )
 @settings(max_examples=60, deadline=None)
-def test_the_index_finds_what_a_look_at_everything_finds(
+def test_all_places_at_once_are_decided_as_one_by_one(
     seed: int, similarity: float, window: int, repeats: int
 ) -> None:
-    rules = Cleaning(similarity=similarity, window=window, repeats=repeats, copies=0)
+    rules = Cleaning(similarity=similarity, window=window, repeats=repeats, copies=0.01 * (seed % 2))
     rng = random.Random(seed)
-    memory, kept = Recent(rules), list[Sample]()
+    memory, plain, kept = Recent(rules), Plain(rules), 0
     texts = [[f"w{rng.randrange(30)}" for _ in range(rng.randint(1, 25))] for _ in range(4)]
     for number in range(60):
         words = list(rng.choice(texts))
         for _ in range(rng.randrange(3)):
             words[rng.randrange(len(words))] = f"w{rng.randrange(30)}"
-        user = rng.choice(["a", "a", "b"])
-        one = sample(" ".join(words), "", id=f"i{number // 2}", user=user)
-        mine = [other for other in kept[-window:] if other.user == one.user]
-        same = {other.id for other in mine if other.prompt == one.prompt} - {one.id}
-        here = place(one.prompt)
-        alike = {other.id for other in mine if near(place(other.prompt), here, similarity)} - {one.id}
-        expected = "repeated" if len(same) >= repeats else ""
-        if not expected and similarity < 1 and len(mine) >= repeats and len(same | alike) >= repeats:
-            expected = "near_duplicate"
+        user, ids = rng.choice(["a", "a", "b"]), (rng.randrange(4), 8183)
+        one = sample(" ".join(words), "", id=f"i{number // 2}", user=user, completion_ids=ids)
+        expected = plain.fault(one)
         assert memory.fault(one) == expected
         if not expected:
             memory.add(one)
-            kept.append(one)
-    assert len(memory) == min(len(kept), window)
+            plain.add(one)
+            kept += 1
+    assert len(memory) == min(kept, window)
 
 
 # ------------------------------------------------------------------------------------ the DataReceiver
@@ -354,15 +357,15 @@ def test_a_receiver_that_was_slow_to_hear_of_the_end_changes_nothing(
         run, _ = runs.start(c, policy="tab", host="here", pid=1, settings="{}", tau_of=lambda c: 0.0, now=0.0)
     control = Control(database, run)
     receiver = DataReceiver(control, "tab", policy(), first_batch=1, last_batch=None, follow=False)
-    step = "_clean" if bad else "_claim"
-    plain = getattr(receiver, step)
+    place, step = (receiving, "clean") if bad else (receiver, "_claim")
+    plain = getattr(place, step)
 
     def late(*given: Any) -> Any:
         with database.write() as c:
             runs.finish(c, run, RunState.FAILED, "the trainer failed")
         return plain(*given)
 
-    monkeypatch.setattr(receiver, step, late)
+    monkeypatch.setattr(place, step, late)
     with pytest.raises(RunBusy, match="closed by somebody else"):
         receiver.run(None, Channel.create("samples"))
     assert dropped(database) == {}

@@ -223,7 +223,9 @@ def test_looking_makes_no_database(tmp_path: Path) -> None:
         done = onlinerl("versions", "list", "--json", *home)
         assert (done.returncode, json.loads(done.stdout)) == (0, [])
         for verb in (["show", "0"], ["verify"], ["promote", "0"], ["rollback"], ["gc"]):
-            assert "no data in" in said(onlinerl("versions", *verb, *home), 1)
+            refused = said(onlinerl("versions", *verb, *home), 1)
+            assert "no data in" in refused
+            assert ("choose another store.url" in refused) is bool(words)
     assert list(tmp_path.iterdir()) == []
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
@@ -391,6 +392,77 @@ async def test_a_client_that_leaves_frees_the_engine_and_leaves_a_record(
         assert 1 <= len(one.completion_ids) < 100
         assert one.completion == CODEC.tokenizer.decode(list(one.completion_ids))
         assert len(one.offsets) == len(one.behavior_logprobs) == len(one.completion_ids)
+
+
+@asynccontextmanager
+async def asked(
+    gateway: Gateway, body: dict[str, Any], *, version: str, headers: tuple[str, ...] = ()
+) -> AsyncIterator[asyncio.StreamReader]:
+    """The raw answer to POST /v1/completions by a client of that version of HTTP."""
+    host, port = gateway.url.removeprefix("http://").split(":")
+    reader, writer = await asyncio.open_connection(host, int(port))
+    content = json.dumps({"prompt": "x", **body}).encode()
+    head = [
+        f"POST /v1/completions HTTP/{version}", f"host: {host}", "content-type: application/json",
+        f"content-length: {len(content)}", *headers,
+    ]  # fmt: skip
+    try:
+        writer.write("\r\n".join([*head, "", ""]).encode() + content)
+        yield reader
+    finally:
+        writer.close()
+        await writer.wait_closed()
+
+
+def fields(head: bytes) -> dict[str, str]:
+    """The headers of a raw answer, whose status must be 200."""
+    first, *lines = head.decode().removesuffix("\r\n\r\n").split("\r\n")
+    assert first == "HTTP/1.1 200 OK"
+    return dict(line.split(": ", 1) for line in lines)
+
+
+async def test_a_stream_in_http_1_0_ends_where_the_connection_does(gateway: Gateway) -> None:
+    expected = [one["choices"][0]["text"] for one in events(await gateway.complete("x", stream=True))]
+    async with asked(gateway, {"stream": True}, version="1.0") as reader:
+        told = fields(await reader.readuntil(b"\r\n\r\n"))
+        assert (told["connection"], told["content-type"]) == ("close", "text/event-stream; charset=utf-8")
+        assert told.keys().isdisjoint({"transfer-encoding", "content-length"})
+        body = await asyncio.wait_for(reader.read(), 10)
+    parts = body.decode().split("\n\n")
+    assert parts[-2:] == ["data: [DONE]", ""]
+    shown = [json.loads(part.removeprefix("data: "))["choices"][0]["text"] for part in parts[:-2]]
+    assert shown == expected
+
+
+async def test_a_stream_in_http_1_0_comes_piece_by_piece(gateway: Gateway) -> None:
+    gateway.engine.gap = 0.05
+    gateway.engine.script = lambda _p, _v: ids_of(" again") * 1000
+    async with asked(gateway, {"stream": True, "max_tokens": 1000}, version="1.0") as reader:
+        for _ in range(3):
+            await asyncio.wait_for(reader.readuntil(b"\n\n"), 10)
+        assert gateway.engine.running == 1
+    await until(lambda: gateway.engine.running == 0)
+    last = gateway.last()
+    assert last is not None
+    assert last.finish is FinishReason.ABORT
+
+
+async def test_other_answers_in_http_1_0_tell_their_length(gateway: Gateway) -> None:
+    for headers in ((), ("expect: 100-continue",), ("connection: keep-alive",)):
+        async with asked(gateway, {}, version="1.0", headers=headers) as reader:
+            told = fields(await reader.readuntil(b"\r\n\r\n"))
+            assert "transfer-encoding" not in told
+            body = await asyncio.wait_for(reader.read(), 10)
+            assert len(body) == int(told["content-length"])
+            assert json.loads(body)["object"] == "text_completion"
+
+
+async def test_a_stream_in_http_1_1_is_chunked_and_the_connection_stays(gateway: Gateway) -> None:
+    async with asked(gateway, {"stream": True}, version="1.1") as reader:
+        told = fields(await reader.readuntil(b"\r\n\r\n"))
+        assert told["transfer-encoding"] == "chunked"
+        assert "connection" not in told
+        assert (await asyncio.wait_for(reader.readuntil(b"\r\n0\r\n\r\n"), 10)).count(b"[DONE]") == 1
 
 
 async def test_one_that_left_before_the_first_token_is_an_opportunity_too(gateway: Gateway) -> None:

@@ -304,8 +304,9 @@ def _of(settings: Settings, policy: str | None, found: list[Version]) -> list[Ve
 def kept(settings: Settings) -> Iterator[Database]:
     """The database, where there is one already."""
     if empty(settings):
-        where = settings.store.url or settings.home
-        raise NotFound(f"there is no data in {where} yet; start `onlinerl serve`, or choose --home")
+        url = settings.store.url
+        where, other = (url, "another store.url") if url else (settings.home, "--home")
+        raise NotFound(f"there is no data in {where} yet; start `onlinerl serve`, or choose {other}")
     with opened(settings) as database:
         yield database
 

@@ -32,6 +32,7 @@ from onlinerl.engines.embedded import EmbeddedEngine
 from onlinerl.engines.pool import Pool
 from onlinerl.errors import EngineError, ModelError, NotFound, OnlineRLError, PortTaken, SettingsError
 from onlinerl.gateway.app import create_app
+from onlinerl.gateway.protocol import Protocol
 from onlinerl.gateway.service import Service
 from onlinerl.loop.publisher import Publisher
 from onlinerl.loop.trigger import Trigger
@@ -257,7 +258,7 @@ async def running(settings: Settings) -> AsyncIterator[Server]:
                     admin_key=key,
                     replicas=lambda: describe_replicas(supervisors),
                 ),
-                http="httptools",
+                http=Protocol,
                 ws="none",
                 log_config=None,
                 access_log=False,

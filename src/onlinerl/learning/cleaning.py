@@ -17,10 +17,10 @@ import math
 import re
 import statistics
 from collections import defaultdict, deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from types import MappingProxyType
-from typing import TypeVar
 
 from onlinerl import config
 from onlinerl.datasets.sources import LONGEST_LINE, generated, minified
@@ -62,7 +62,6 @@ MINUTE = 60.0
 SURE = 20
 """Verdicts by hand from which on their median delay says something."""
 _WORD = re.compile(r"\w+|\S")
-Key = TypeVar("Key")
 
 
 def around(prompt: str) -> tuple[str, str]:
@@ -124,28 +123,19 @@ def place(prompt: str) -> frozenset[int]:
     return frozenset(found)
 
 
-def near(one: frozenset[int], other: frozenset[int], similarity: float) -> bool:
-    """Whether the Jaccard similarity |A ∩ B| / |A ∪ B| is at least `similarity`.
+@lru_cache(8192)
+def least(one: int, other: int, similarity: float) -> int:
+    """Shingles that places of so many must share to be near: the fewest of which the Jaccard similarity
+    |A ∩ B| / |A ∪ B| is at least `similarity`. More than they can share where their sizes forbid it.
 
-    >>> near(frozenset({1, 2, 3}), frozenset({2, 3, 4}), 0.5)
-    True
+    >>> least(3, 3, 0.5), least(3, 3, 0.51), least(1, 10, 0.2)
+    (2, 3, 2)
     """
-    few, many = sorted((len(one), len(other)))
-    if few < similarity * many:
-        return False  # it is at most few / many
-    both = len(one & other)
-    return both >= similarity * (few + many - both)
-
-
-def prefix(place: frozenset[int], similarity: float) -> list[int]:
-    """The first |A| − ⌈s·|A|⌉ + 1 of a place's shingles in the order of their numbers.
-
-    Two places that are near have one of these in common, so only those that do must be compared (prefix
-    filtering: Chaudhuri et al., ICDE 2006; Bayardo et al., WWW 2007).
-    """
-    # A hair less, so that a product that is rounded up loses nobody: more are compared, none fewer.
-    least = math.ceil(similarity * len(place) - 1e-9)
-    return sorted(place)[: len(place) - least + 1]
+    few, many = sorted((one, other))
+    for both in range(few + 1):
+        if both >= similarity * (few + many - both):
+            return both
+    return few + 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -160,43 +150,113 @@ class _Learned:
     answer: tuple[int, ...]
 
 
+class Places:
+    """Places, each in a slot of its own, to find all that are near one.
+
+    Sets of slots are integers, a bit a slot. One is kept for each shingle (whose places have it) and one for
+    each size. How many of a place's shingles every slot has is then counted for all slots at once: the sets
+    of its shingles are added up in binary, digit by digit (bit-sliced counters). So a look costs the same
+    however many places are alike, or nearly so.
+    """
+
+    def __init__(self) -> None:
+        self._having: defaultdict[int, int] = defaultdict(int)
+        self._sized: defaultdict[int, int] = defaultdict(int)
+        self._all = 0
+
+    def add(self, place: frozenset[int]) -> int:
+        """Keep a place; returns its slot, the lowest that is free."""
+        bit = ~self._all & (self._all + 1)
+        self._all |= bit
+        self._sized[len(place)] |= bit
+        for shingle in place:
+            self._having[shingle] |= bit
+        return bit.bit_length() - 1
+
+    def remove(self, slot: int, place: frozenset[int]) -> None:
+        """Forget the place in a slot."""
+        bit = 1 << slot
+        self._all ^= bit
+        _take(self._sized, len(place), bit)
+        for shingle in place:
+            _take(self._having, shingle, bit)
+
+    def near(self, place: frozenset[int], similarity: float) -> int:
+        """The slots of the places that are near, as a set in an integer."""
+        digits: list[int] = []
+        for shingle in place:
+            carry = self._having.get(shingle, 0)
+            for position, digit in enumerate(digits):
+                if not carry:
+                    break
+                digits[position], carry = digit ^ carry, digit & carry
+            if carry:
+                digits.append(carry)
+        found = 0
+        for size, slots in self._sized.items():
+            found |= _at_least(digits, least(len(place), size, similarity), slots)
+        return found
+
+
+def _take(sets: dict[int, int], key: int, bit: int) -> None:
+    sets[key] ^= bit
+    if not sets[key]:
+        del sets[key]
+
+
+def _at_least(digits: Sequence[int], bound: int, slots: int) -> int:
+    """Of some slots those whose number is at least `bound`; digits: of all numbers, the lowest first."""
+    if bound >> len(digits):
+        return 0
+    more, equal = 0, slots
+    for position in range(len(digits) - 1, -1, -1):
+        if bound >> position & 1:
+            equal &= digits[position]
+        else:
+            more |= equal & digits[position]
+            equal &= ~digits[position]
+    return more | equal
+
+
 class _Own:
     """What is remembered of one user, to be found by prompt and by place."""
 
-    def __init__(self, similarity: float) -> None:
-        self.order: deque[_Learned] = deque()
-        self._similarity = similarity
+    def __init__(self) -> None:
+        self.order: deque[tuple[_Learned, int]] = deque()
+        """Each with its slot, in the order of time."""
         self._prompts: defaultdict[str, deque[_Learned]] = defaultdict(deque)
-        self._shingles: defaultdict[int, deque[_Learned]] = defaultdict(deque)
+        self._places = Places()
+        self._ids: dict[int, str] = {}
+        """By slot."""
 
     def add(self, one: _Learned) -> None:
-        self.order.append(one)
+        slot = self._places.add(one.place)
+        self.order.append((one, slot))
         self._prompts[one.prompt].append(one)
-        for shingle in prefix(one.place, self._similarity):
-            self._shingles[shingle].append(one)
+        self._ids[slot] = one.id
 
     def forget_oldest(self) -> None:
-        one = self.order.popleft()
-        _forget_first(self._prompts, one.prompt)
-        for shingle in prefix(one.place, self._similarity):
-            _forget_first(self._shingles, shingle)
+        one, slot = self.order.popleft()
+        self._places.remove(slot, one.place)
+        del self._ids[slot]
+        same = self._prompts[one.prompt]
+        same.popleft()  # all are in the order of time, so it is the first of its prompt too
+        if not same:
+            del self._prompts[one.prompt]
 
     def same(self, prompt: str) -> Sequence[_Learned]:
         return self._prompts.get(prompt, ())
 
-    def near(self, place: frozenset[int]) -> Iterable[_Learned]:
-        """Those at nearly that place, each once or more."""
-        for shingle in prefix(place, self._similarity):
-            for one in self._shingles.get(shingle, ()):
-                if near(one.place, place, self._similarity):
-                    yield one
+    def near(self, place: frozenset[int], similarity: float) -> int:
+        """As `Places.near`."""
+        return self._places.near(place, similarity)
 
-
-def _forget_first(index: dict[Key, deque[_Learned]], key: Key) -> None:
-    # Everything is in the order of time: what is the oldest of a user is the first wherever it stands.
-    index[key].popleft()
-    if not index[key]:
-        del index[key]
+    def ids(self, slots: int) -> Iterator[str]:
+        """Of the requests in a set of slots."""
+        while slots:
+            bit = slots & -slots
+            yield self._ids[bit.bit_length() - 1]
+            slots ^= bit
 
 
 class Recent:
@@ -243,10 +303,10 @@ class Recent:
         if len(requests) >= rules.repeats:
             return "repeated"
         if rules.similarity < 1.0 and len(mine.order) >= rules.repeats:
-            for one in mine.near(self._place(sample.prompt)):
-                if one.id != sample.id:
-                    requests.add(one.id)
-                if len(requests) >= rules.repeats:
+            slots = mine.near(self._place(sample.prompt), rules.similarity)
+            if len(requests) + slots.bit_count() >= rules.repeats:  # else it cannot be, whatever their ids
+                requests.update(mine.ids(slots))
+                if len(requests - {sample.id}) >= rules.repeats:
                     return "near_duplicate"
         return ""
 
@@ -256,7 +316,7 @@ class Recent:
         one = _Learned(sample.id, sample.user, text_hash(sample.prompt), here, sample.completion_ids)
         self._order.append(one)
         if one.user not in self._of:
-            self._of[one.user] = _Own(self.rules.similarity)
+            self._of[one.user] = _Own()
         self._of[one.user].add(one)
         if len(self._order) > self.rules.window:
             oldest = self._order.popleft()

@@ -49,10 +49,10 @@ def newest(c: Connection, policy: str, run: int, parent: int) -> Version:
     return own[-1] if own else versions.get(c, policy, parent)
 
 
-def pace_of(c: Connection, policy: str, settings: config.Policy, samples: Sequence[Sample]) -> cleaning.Pace:
+def _pace(c: Connection, policy: str, settings: config.Policy, samples: Sequence[Sample]) -> cleaning.Pace:
     """How fast the users of these samples judge, around the time of the samples."""
     rules, trust = settings.cleaning, settings.trust
-    if not samples or trust.owner or (rules.per_minute is None and rules.fastest == 0):
+    if trust.owner or (rules.per_minute is None and rules.fastest == 0):
         return cleaning.Pace({}, {}, rules)
     times = [sample.at for sample in samples]
     judged = interactions.judged(
@@ -68,6 +68,31 @@ def pace_of(c: Connection, policy: str, settings: config.Policy, samples: Sequen
         asked[one.user][one.id] = one.at  # the choices of one request were judged together
         delays[one.user].append(one.verdict_at - one.at)
     return cleaning.Pace({user: tuple(ids.values()) for user, ids in asked.items()}, delays, rules)
+
+
+def clean(
+    control: Control,
+    policy: str,
+    settings: config.Policy,
+    samples: Sequence[Sample],
+    recent: cleaning.Recent,
+) -> list[Sample]:
+    """Of samples that the run claimed, or that are held back, those that are worth looking at; the others are
+    dropped with their reason. They come in the order in which they were served. `recent` gets to know what
+    stays. Raises RunBusy.
+    """
+    if not samples:
+        return []
+    with control.database.read() as c:
+        pace = _pace(c, policy, settings, samples)
+    kept, left_out = cleaning.sift(samples, settings.cleaning, pace, recent)
+    if left_out:
+        now = time.time()
+        with control.write() as c:
+            for reason, those in left_out.items():
+                keys = [(sample.id, sample.index) for sample in those]
+                interactions.drop(c, keys, reason=reason, run=control.run.id, now=now)
+    return kept
 
 
 class Census:
@@ -129,7 +154,7 @@ class DataReceiver(Worker[None, Sample]):
         while not self.control.stopping and (self.last_batch is None or number <= self.last_batch):
             wanted = self.settings.train.batch - have.total()
             claimed = self._claim(number, wanted, have)
-            samples = self._clean(claimed)
+            samples = clean(self.control, self.policy, self.settings, claimed, self._recent)
             for sample in samples:
                 output.put(replace(sample, batch=number))
             have.update(sample.user for sample in samples)
@@ -178,8 +203,6 @@ class DataReceiver(Worker[None, Sample]):
         most = guards.most_of_one(trust, active, self.settings.train.batch)
         return None if most is None else interactions.Share(most, have, crowd=active >= trust.crowd)
 
-    # --------------------------------------------------------------------------------------- cleaning
-
     def _remember(self) -> None:
         """What was learned from lately, by this run and others: a restart forgets no repetition."""
         if self._recent.needed:
@@ -187,18 +210,3 @@ class DataReceiver(Worker[None, Sample]):
                 window = self.settings.cleaning.window
                 for sample in interactions.learned(c, policy=self.policy, limit=window):
                     self._recent.add(sample)
-
-    def _clean(self, samples: list[Sample]) -> list[Sample]:
-        """Those that are worth learning from; the others are dropped with their reason."""
-        if not samples:
-            return []
-        with self.control.database.read() as c:
-            pace = pace_of(c, self.policy, self.settings, samples)
-        kept, left_out = cleaning.sift(samples, self.settings.cleaning, pace, self._recent)
-        if left_out:
-            now = time.time()
-            with self.control.write() as c:
-                for reason, those in left_out.items():
-                    keys = [(sample.id, sample.index) for sample in those]
-                    interactions.drop(c, keys, reason=reason, run=self.control.run.id, now=now)
-        return kept

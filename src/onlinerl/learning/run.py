@@ -44,6 +44,8 @@ LEFT_OUT = {
 """Why a row is dropped (`interactions.dropped`), for people. The reasons are an open set: others are told by
 their own word."""
 
+MIXED = "it went on with settings that are not those it began with"
+
 
 def train(
     settings: config.Settings, policy: str, *, max_steps: int | None = None, follow: bool = False
@@ -95,8 +97,11 @@ def outcome(settings: config.Settings, run: Run) -> list[str]:
             dropped = interactions.dropped(c, policy=run.policy, run=run.id if run.step else None)
             waiting = interactions.counts(c, policy=run.policy).waiting
             live = versions.live(c, run.policy)
+            others = changed(runs.settings(c, run.id), settings.policies[run.policy])
     finally:
         database.close()
+    # They can differ only where the run was killed and went on.
+    mixed = [f"{MIXED}: {'; '.join(others)}"] if others else []
     left_out = [
         f"left out{'' if run.step else ' so far'}: {number} "
         f"{LEFT_OUT.get(reason, f'answers dropped as {reason}')}"
@@ -116,9 +121,9 @@ def outcome(settings: config.Settings, run: Run) -> list[str]:
                 f"{last.name} is a candidate: `onlinerl versions promote {last.id}{policy}`, with the same "
                 f"-c and --home, makes it live; until then runs start from {live.name}"
             )
-        return [*lines, *left_out, numbers]
+        return [*lines, *mixed, *left_out, numbers]
     if run.step:
-        return ["it made no version", *left_out, numbers]
+        return ["it made no version", *mixed, *left_out, numbers]
     lines = [
         "there was nothing to learn from: answers must be asked for and rated first (POST /v1/feedback, or "
         "`onlinerl simulate`)"
@@ -126,7 +131,7 @@ def outcome(settings: config.Settings, run: Run) -> list[str]:
     if waiting:
         rest = settings.policies[run.policy].joins.rest
         lines = [f"{waiting} verdicts wait for the next run; a timeout rests {rest:g} s first (joins.rest)"]
-    return lines + left_out
+    return [*lines, *mixed, *left_out]
 
 
 def tau(c: Connection, settings: config.Settings, policy: str) -> float:
@@ -169,8 +174,7 @@ def _work(
             with control.database.read() as c:
                 others = changed(runs.settings(c, run.id), mine)
             if others:
-                text = f"goes on with settings that are not those it began with: {'; '.join(others)}"
-                log.event("warning", batch=trainer.batch, text=text)
+                log.event("warning", batch=trainer.batch, text=f"{MIXED}: {'; '.join(others)}")
         receiver = DataReceiver(
             control,
             policy,
@@ -197,13 +201,19 @@ def _work(
         raise
     if control.stopping:
         return _end(control, log, trainer, RunState.STOPPED, control.reason)
-    return _end(control, log, trainer, RunState.FINISHED, trainer.message or _exhausted(run, trainer.batch))
+    message = trainer.message or _exhausted(control, trainer.batch)
+    return _end(control, log, trainer, RunState.FINISHED, message)
 
 
-def _exhausted(run: Run, done: int) -> str:
+def _exhausted(control: Control, done: int) -> str:
     """Why a run ended that nothing stopped."""
-    if run.last_batch is not None and done >= run.last_batch:
-        return f"the {done} steps that it was to make are done"
+    last = control.run.last_batch
+    if last is not None and done >= last:
+        return f"step {done} was to be its last"
+    with control.database.read() as c:
+        waiting = interactions.counts(c, policy=control.run.policy).waiting
+    if waiting:
+        return f"no feedback is left that it may claim now; verdicts that wait: {waiting}"
     return "no feedback is left"
 
 

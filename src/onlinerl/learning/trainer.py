@@ -35,7 +35,7 @@ from onlinerl.learning.devices import device_of, dtype_of
 from onlinerl.learning.guards import Bands, dominance
 from onlinerl.learning.learner import INSPECTED, Learner
 from onlinerl.learning.log import RunLog
-from onlinerl.learning.receive import Census, lineage, newest, pace_of
+from onlinerl.learning.receive import Census, clean, lineage, newest
 from onlinerl.learning.rewards import RewardTable
 from onlinerl.learning.update import update
 from onlinerl.records import Batch, RunState, Sample, Scored, Verdict, Version, VersionState
@@ -236,7 +236,8 @@ class Trainer(Worker[Scored, None]):
             self.message = state["message"]
         except KeyError as error:
             raise RunError(
-                f"the checkpoint {checkpoint.folder} does not fit this model: no {error}"
+                f"the checkpoint {checkpoint.folder} does not fit this model, or not these "
+                f"train.lora.targets: no {error}. The next run begins without it"
             ) from None
         if self._owed:
             with self.control.database.read() as c:
@@ -483,20 +484,24 @@ class Trainer(Worker[Scored, None]):
         if self._recent:
             metrics |= self.learner.inspect(self._recent, self.bands)
         if self.train.patience and self.train.holdout:
-            with self.control.database.read() as c:
-                aside = interactions.held(c, policy=self.policy, limit=HELD)
-                pace = pace_of(c, self.policy, self.settings, aside)
-            # What is not worth learning from measures nothing either.
-            recent = cleaning.Recent(self.settings.cleaning)
-            held, left_out = cleaning.sift(aside[::-1], self.settings.cleaning, pace, recent)
-            metrics["held_left_out"] = float(sum(map(len, left_out.values())))
-            held = [sample for sample in held if _usable(sample)]
+            held = [sample for sample in self._held() if _usable(sample)]
             scored = [one for one in map(self.table.score, held) if not one.fault]
             if scored:
                 value, ess = self.learner.reward(scored)
                 metrics |= {"held_reward": value, "held_ess": ess, "held_samples": float(len(scored))}
                 self._watch(value, ess)
         return metrics
+
+    def _held(self) -> list[Sample]:
+        """The newest samples of the held-back share. What is not worth learning from measures nothing either:
+        it is dropped, and older ones take its place."""
+        while True:
+            with self.control.database.read() as c:
+                newest_ones = interactions.held(c, policy=self.policy, limit=HELD)
+            recent = cleaning.Recent(self.settings.cleaning)
+            kept = clean(self.control, self.policy, self.settings, newest_ones[::-1], recent)
+            if len(kept) == len(newest_ones):
+                return kept
 
     def _watch(self, value: float, ess: float) -> None:
         if ess < TRUSTWORTHY:

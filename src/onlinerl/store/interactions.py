@@ -4,8 +4,9 @@ The life of a row, in its column `use`:
 
     open ──verdict──▶ labelled ──claim──▶ claimed(run, batch)      trained, unless its version is rejected
                           ▲  │                 │   │
-                          │  ├─claim─▶ held    │   └──drop──▶ dropped(what cleaning found)
+                          │  │                 │   └──drop──▶ dropped(what cleaning found)
                           │  │                 └──release──▶ labelled
+                          │  ├─claim─▶ held ──drop──▶ dropped(what cleaning found)
                           │  └─claim, drop_stale──▶ dropped(stale | cold | surplus | crowd)
                           └── silence is labelled when it is inserted; untrainable rows stay open
 
@@ -268,16 +269,22 @@ def drop_stale(c: Connection, *, policy: str, run: int, min_version: int, now: f
 
 
 def drop(c: Connection, keys: Sequence[tuple[str, int]], *, reason: str, run: int, now: float) -> None:
-    """Drop samples, named by (id, index), that the run claimed and will not train on; for good.
+    """Drop samples, named by (id, index), for good: the run claimed them and will not train on them, or they
+    are held back and will measure nothing.
 
-    `reason` is a short word, at most REASON characters. Rows that the run does not hold are left alone.
+    `reason` is a short word, at most REASON characters. Other rows are left alone.
     """
     if not 0 < len(reason) <= REASON:
         raise ValueError(f"a reason to drop a sample has 1 to {REASON} characters, not {reason!r}")
     statement = (
         table.update()
-        .where(*_NAMED, table.c.use == "claimed", table.c.run == run)
-        .values(use="dropped", dropped=reason, used_at=now, batch=None, reward=None, reward_parts=None)
+        .where(
+            *_NAMED,
+            sa.or_(sa.and_(table.c.use == "claimed", table.c.run == run), table.c.use == "held"),
+        )
+        .values(
+            use="dropped", dropped=reason, used_at=now, run=run, batch=None, reward=None, reward_parts=None
+        )
     )
     if keys:
         c.execute(statement, [{"of_id": id, "of_index": index} for id, index in keys])

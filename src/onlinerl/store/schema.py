@@ -56,7 +56,7 @@ interactions = sa.Table(
     sa.Column("shown_at", sa.Double),
     # shown, silent or nothing: what the answer is, whatever was said of it
     sa.Column("kind", sa.String(8), nullable=False),
-    # open → labelled → claimed; labelled → held | dropped; claimed → dropped
+    # open → labelled → claimed; labelled → held | dropped; claimed, held → dropped
     sa.Column("use", sa.String(8), nullable=False),
     sa.Column("dropped", sa.String(16), nullable=False),  # why it was dropped, in a short word
     sa.Column("used_at", sa.Double),  # when `use` was last changed by a run
