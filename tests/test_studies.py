@@ -27,6 +27,7 @@ from onlinerl.datasets import fim
 from onlinerl.datasets.splits import library
 from onlinerl.learning.rewards import RewardTable, examples
 from onlinerl.records import Verdict
+from onlinerl.validate.estimates import t_quantile
 
 ROOT = Path(__file__).parents[1]
 SERVING = ("fastapi", "sqlalchemy", "alembic", "structlog", "uvicorn", "aiohttp", "uvloop", "httptools")
@@ -39,7 +40,7 @@ SERVING = ("fastapi", "sqlalchemy", "alembic", "structlog", "uvicorn", "aiohttp"
     ("freedom", "quantile"), [(1, 12.7062), (2, 4.30265), (4, 2.77645), (30, 2.04227), (1e9, 1.95996)]
 )
 def test_t_quantiles_are_those_of_the_tables(freedom: float, quantile: float) -> None:
-    assert intervals.t_quantile(freedom) == pytest.approx(quantile, rel=1e-4)
+    assert t_quantile(freedom) == pytest.approx(quantile, rel=1e-4)
 
 
 def test_mean_and_difference_by_hand() -> None:

@@ -682,8 +682,11 @@ def test_a_batch_without_any_reward_is_no_step_and_then_a_guard_ends_the_course(
 
 def test_a_judge_that_always_fails_ends_the_course(base: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("onlinerl.validate.ground.make_judge", lambda settings, cache: Failing())
-    tree = report(offline(base, "validation.rater=judge"))
+    settings = offline(base, "validation.rater=judge", "validation.evaluate_every=1")
+    tree = report(settings)
     assert "failed on 16 of 16 completions" in tree["stopped_by"]
+    events = (settings.home / "validation" / "offline" / "log.jsonl").read_text().splitlines()
+    assert [json.loads(line, parse_constant=pytest.fail)["event"] for line in events].count("point") == 1
     assert tree["steps"] == 0
     assert tree["left_out"] == {"judge failed": 16}
     assert tree["stages"][-1]["metrics"]["greedy"]["judge/train"]["mean"] is None
