@@ -3,6 +3,7 @@ study on this processor, in a process that has none of the serving packages."""
 
 from __future__ import annotations
 
+import doctest
 import json
 import math
 import os
@@ -14,6 +15,7 @@ import time
 from collections import Counter
 from dataclasses import asdict, replace
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -475,6 +477,13 @@ def test_what_a_chosen_run_starts_from_is_chosen_too() -> None:
     runs = chosen(parsed(["cohorts", "--arms", "cohort short"]), ["cohorts"])
     assert {run.arm for run in runs} == {"shared policy", "adapter of cohort short"}
     assert len(runs) == 6
+
+
+@pytest.mark.parametrize("module", [executed, intervals, plots, tables])
+def test_examples_in_the_docstrings(module: ModuleType) -> None:
+    result = doctest.testmod(module)
+    assert result.attempted
+    assert not result.failed
 
 
 def test_records_are_json() -> None:

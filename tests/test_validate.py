@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import doctest
 import errno
 import json
 import math
@@ -14,6 +15,7 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -28,7 +30,8 @@ from onlinerl.learning.advantages import advantages
 from onlinerl.learning.batches import PolicyModel, pack
 from onlinerl.learning.judges import Judge, Judgement, ReferenceJudge, estimate
 from onlinerl.records import Finish, FinishReason, Generation, Sample, Token, Verdict
-from onlinerl.validate import evaluate
+from onlinerl.validate import estimates, evaluate
+from onlinerl.validate import report as report_page
 from onlinerl.validate.__main__ import main
 from onlinerl.validate.course import Course, check
 from onlinerl.validate.engine import LocalEngine, int8_round_trip
@@ -919,3 +922,10 @@ def test_the_command_ends_with_its_codes(
     monkeypatch.setattr(sys, "argv", ["validate", "validation.nonsense=1"])
     assert main() == 2
     assert "unknown setting validation.nonsense" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("module", [estimates, report_page])
+def test_examples_in_the_docstrings(module: ModuleType) -> None:
+    result = doctest.testmod(module)
+    assert result.attempted
+    assert not result.failed
