@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import random
 from collections import Counter
 from dataclasses import replace
@@ -41,6 +42,19 @@ def earned(verdict: Verdict, *rewards: float) -> list[Scored]:
 
 
 # --------------------------------------------------------------------------------------- the decisions
+
+
+def test_steps_without_a_gradient_say_nothing_of_their_size() -> None:
+    """Nobody accepted anything for some batches: the first that somebody did accept is no explosion."""
+    one = bands(gradient=20)
+    for norm in (*[0.0] * 20, *[1e-9] * 20, 0.4, 0.5, 0.6, 0.5, 0.5):
+        one.gradient(norm, 0.0)
+    assert one.norms == [0.4, 0.5, 0.6, 0.5, 0.5]
+    one.gradient(9.9, 0.0)
+    with pytest.raises(GuardTripped, match=r"10\.1 is above 20 times its running median 0\.5"):
+        one.gradient(10.1, 0.0)
+    with pytest.raises(GuardTripped, match="is not a number"):
+        one.gradient(0.0, math.nan)
 
 
 def test_contradiction_by_hand() -> None:

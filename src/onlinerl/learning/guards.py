@@ -20,6 +20,8 @@ ENOUGH = 8
 """Samples from which on a batch's means are judged; the last batch of a run may be smaller."""
 WARM = 5
 """Gradient norms seen before their median says anything."""
+NOTHING = 1e-6
+"""Gradient norm that is none: rounding where all rewards of a batch are what was expected."""
 MEMORY = 50
 """Gradient norms that the median is taken of."""
 JUDGED = 16
@@ -124,14 +126,20 @@ class Bands:
             )
 
     def gradient(self, norm: float, loss: float) -> None:
-        """Before an optimiser step. A NaN must not reach the weights."""
+        """Before an optimiser step. A NaN must not reach the weights.
+
+        A step without any gradient says nothing of their size: no answer of its batch earned another reward
+        than expected, as where nobody accepted anything. It is not remembered.
+        """
         if not math.isfinite(loss) or not math.isfinite(norm):
             raise GuardTripped(
                 f"the loss ({loss:g}) or the gradient norm ({norm:g}) is not a number: nothing was written"
             )
+        if norm <= NOTHING:
+            return
         if len(self.norms) >= WARM:
             median = statistics.median(self.norms)
-            if norm > self.guards.gradient * max(median, 1e-6):
+            if norm > self.guards.gradient * median:
                 raise GuardTripped(
                     f"guards.gradient: the gradient norm {norm:.3g} is above {self.guards.gradient:g} times "
                     f"its running median {median:.3g}"
