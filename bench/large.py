@@ -58,7 +58,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from transformers import AutoModelForCausalLM, Qwen2Config
 
 from onlinerl import config
-from onlinerl.learning import batches
+from onlinerl.learning import attention, batches
 from onlinerl.learning.batches import PolicyModel, length
 from onlinerl.records import Sample
 from onlinerl.weights.models import resolve_model
@@ -267,10 +267,10 @@ def _attentions() -> dict[str, Any]:
 
 
 def _packed(bounds: Tensor, size: int, *leaves: Tensor) -> Tensor:
-    if batches.varlen is None:
+    if attention.varlen is None:
         raise ImportError("this torch has no attention for packed sequences")
     rows = [leaf.transpose(1, 2).flatten(0, 1) for leaf in leaves]
-    return batches.varlen(*rows, bounds, bounds, size, size)
+    return attention.varlen(*rows, bounds, bounds, size, size)
 
 
 def _lined(kind: SDPBackend, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
@@ -384,7 +384,7 @@ def ours(job: Job, emit: Emit) -> None:
     device, folder, shape = device_here(), Path(job.folder), SHAPES[job.model]
     began = time.perf_counter()
     if job.plain:
-        batches.varlen = None
+        attention.varlen = None
     policy = PolicyModel.load(
         folder / "model",
         device,

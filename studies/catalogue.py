@@ -52,8 +52,7 @@ def lr(value: str) -> str:
 
 def seeds(
     study: str,
-    arm: str,
-    overrides: Iterable[str],
+    arms: Mapping[str, Iterable[str]],
     count: int = 3,
     *,
     rank: int = 0,
@@ -61,15 +60,20 @@ def seeds(
     cost: float = 1.0,
     extras: tuple[str, ...] = (),
 ) -> tuple[Run, ...]:
-    """`count` runs of an arm; those beyond the `first` come with a later rank."""
+    """`count` runs of each arm, by its overrides; those beyond the `first` come with a later rank."""
     return tuple(
         Run(study, arm, seed, tuple(overrides), cost, rank + (seed >= first), extras=extras)
+        for arm, overrides in arms.items()
         for seed in range(count)
     )
 
 
-ENDS = ("validation.evaluate_every=0",)
-"""No curves: where only the ends are told."""
+def told_by_its_ends(study: Study) -> Study:
+    """The same; where it plots no curve, its runs measure no points of one."""
+    if study.curves:
+        return study
+    ends = ("validation.evaluate_every=0",)
+    return replace(study, runs=tuple(replace(run, overrides=(*ends, *run.overrides)) for run in study.runs))
 
 
 # ----------------------------------------------------------------------------------------- headline
@@ -118,16 +122,12 @@ def headline() -> Study:
     runs: list[Run] = []
     for rate in RATES:
         for arm, overrides in RECIPES.items():
-            optional = arm.startswith("(e)")
-            found = seeds(
+            runs += seeds(
                 "headline",
-                f"{arm} · lr {rate}",
-                (*overrides, lr(rate)),
-                3 if optional else 5,
-                rank=0,
+                {f"{arm} · lr {rate}": (*overrides, lr(rate))},
+                3 if arm.startswith("(e)") else 5,
                 extras=("execution",) if arm[1] in "acde" else (),
             )
-            runs += found
     others = [arm for arm in RECIPES if arm[1] in "abd"]
     return Study(
         "headline",
@@ -165,10 +165,10 @@ def silence() -> Study:
                 f"policies.tab.rewards.tau={tau}",
                 f"validation.tau_report={tau}",
             )
-            names = [f"{floor} · {words}, τ = {tau}" for floor in ("floor", "no floor")]
-            runs += seeds("silence", names[0], common, first=2)
-            runs += seeds("silence", names[1], (*common, f"{TRAIN}silence.floor=0"), first=2)
-            pairs.append((names[0], names[1]))
+            names = (f"floor · {words}, τ = {tau}", f"no floor · {words}, τ = {tau}")
+            arms = dict(zip(names, (common, (*common, f"{TRAIN}silence.floor=0")), strict=True))
+            runs += seeds("silence", arms, first=2)
+            pairs.append(names)
     return Study(
         "silence",
         "Show rate with and without its floor, over three thresholds and two base accept rates",
@@ -210,7 +210,7 @@ def noise() -> Study:
     return Study(
         "noise",
         "What noise in the verdicts costs, and what its corrections give back",
-        tuple(run for arm, overrides in arms.items() for run in seeds("noise", arm, overrides)),
+        seeds("noise", arms),
         columns("sampled", *SHORT) + columns("greedy", "reward", "judge/report"),
         compare=tuple((arm, "clean") for arm in arms if arm != "clean"),
         compared=("sampled.reward", "greedy.reward", "sampled.shown"),
@@ -243,8 +243,8 @@ def generalise() -> Study:
     for rate in RATES:
         for coefficient in ("0", "0.02", "0.1"):
             arm = f"KL {coefficient} · lr {rate}"
-            overrides = (*HALF, *ENDS, lr(rate), f"{TRAIN}kl_coefficient={coefficient}")
-            found = seeds("generalise", arm, overrides, cost=0.8, first=2)
+            overrides = (*HALF, lr(rate), f"{TRAIN}kl_coefficient={coefficient}")
+            found = seeds("generalise", {arm: overrides}, cost=0.8, first=2)
             runs += [replace(run, save=coefficient == "0.02") for run in found]
             if coefficient == "0.02":
                 runs += [
@@ -252,7 +252,7 @@ def generalise() -> Study:
                         "generalise",
                         f"KL {coefficient}, on its own half · lr {rate}",
                         seed,
-                        (*SAME, *ENDS),
+                        SAME,
                         0.15,
                         rank=int(seed >= 2),
                         start=f"generalise/{arm}/{seed}",
@@ -260,16 +260,10 @@ def generalise() -> Study:
                     for seed in range(3)
                 ]
     base = "before learning"
-    runs.append(
-        Run(
-            "generalise",
-            f"{base} · other half",
-            0,
-            (*HALF, *ENDS, "validation.completions=1"),
-            0.2,
-        )
-    )
-    runs.append(Run("generalise", f"{base} · own half", 0, (*SAME, *ENDS), 0.15))
+    runs += [
+        Run("generalise", f"{base} · other half", 0, (*HALF, "validation.completions=1"), 0.2),
+        Run("generalise", f"{base} · own half", 0, SAME, 0.15),
+    ]
     return Study(
         "generalise",
         "Learned from half of the packages and users, measured on the other half, and what was forgotten",
@@ -299,15 +293,12 @@ def supervised() -> Study:
         for epochs in (1, 4):
             words = (*tuned, f"validation.warmstart.lr={rate}", f"validation.warmstart.epochs={epochs}")
             arm = f"supervised on the accepted, {epochs} epoch{'s' * (epochs > 1)} · lr {rate}"
-            runs += seeds("supervised", arm, (*words, *ENDS), cost=0.5, first=2)
-        runs += seeds(
-            "supervised",
-            f"offline RL, all of the base's · lr {rate}",
-            (*offline, *ENDS, lr(rate)),
-            cost=0.8,
-            first=2,
-        )
-        runs += seeds("supervised", f"online RL · lr {rate}", (*ENDS, lr(rate)), cost=0.8, first=2)
+            runs += seeds("supervised", {arm: words}, cost=0.5, first=2)
+        arms = {
+            f"offline RL, all of the base's · lr {rate}": (*offline, lr(rate)),
+            f"online RL · lr {rate}": (lr(rate),),
+        }
+        runs += seeds("supervised", arms, cost=0.8, first=2)
     rl = "online RL"
     others = list(dict.fromkeys(run.arm.partition(" · ")[0] for run in runs if not run.arm.startswith(rl)))
     return Study(
@@ -336,7 +327,6 @@ ONE_USER = (
     "policies.tab.rewards.tau=0.1",
     f"{TRAIN}batch=16",
     "validation.completions=208",
-    "validation.evaluate_every=0",
     "validation.test_prompts=400",
 )
 """200 verdicts of one user, a few answers being silent."""
@@ -365,10 +355,7 @@ def personal() -> Study:
         "200 verdicts of one user: their adapter against the shared policy, over 20 users",
         tuple(runs),
         (
-            *(
-                Column(c.metric, c.title, c.form)
-                for c in columns("sampled", "accept_shown", "accept", "shown")
-            ),
+            *columns("sampled", "accept_shown", "accept", "shown"),
             Column("sampled.accept_shown", "gain in accepted of shown", "+.1%", "gain"),
             Column("sampled.accept", "gain in accepted of all", "+.1%", "gain"),
             *columns("greedy", "accept_shown", "accept"),
@@ -462,11 +449,7 @@ def ablations() -> Study:
     return Study(
         "ablations",
         "Each part of the default off, where it can matter",
-        tuple(
-            run
-            for arm, overrides in arms.items()
-            for run in seeds("ablations", arm, (*ENDS, *overrides), cost=0.8)
-        ),
+        seeds("ablations", arms, cost=0.8),
         (
             *columns("sampled", *SHORT),
             *columns("greedy", "reward", "judge/report"),
@@ -485,11 +468,7 @@ def precision() -> Study:
     return Study(
         "precision",
         "Number formats of the trainer: gradient norms and what is learned",
-        tuple(
-            run
-            for arm, overrides in arms.items()
-            for run in seeds("precision", arm, (*ENDS, *overrides), rank=1)
-        ),
+        seeds("precision", arms, rank=1),
         (
             Column("mean.gradient_norm", "mean gradient norm", ".3f", "extras"),
             Column("largest.gradient_norm", "largest", ".3f", "extras"),
@@ -514,13 +493,7 @@ def tune() -> Study:
             "tune",
             f"{arm} · lr {rate}, batch {batch}",
             0,
-            (
-                *words,
-                lr(rate),
-                f"{TRAIN}batch={batch}",
-                f"validation.evaluate_every={1536 // batch}",
-                *OTHERS,
-            ),
+            (*words, lr(rate), *size(batch), *OTHERS),
         )
         for rate in RATES
         for batch in (64, 192)
@@ -576,7 +549,7 @@ def guards() -> Study:
             "",
         ),
     }
-    common = ("validation.completions=2048", "validation.test_prompts=400", "validation.evaluate_every=0")
+    common = ("validation.completions=2048", "validation.test_prompts=400")
     return Study(
         "guards",
         "Five sabotages: what stopped each, and what was kept",
@@ -601,7 +574,7 @@ def models() -> Study:
 
 def studies() -> tuple[Study, ...]:
     """All of them, the most important first."""
-    return (
+    asked = (
         headline(),
         models(),
         guards(),
@@ -615,6 +588,7 @@ def studies() -> tuple[Study, ...]:
         precision(),
         tune(),
     )
+    return tuple(told_by_its_ends(study) for study in asked)
 
 
 NAMES = tuple(study.name for study in studies())

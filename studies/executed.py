@@ -15,6 +15,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from onlinerl.errors import SettingsError
 from onlinerl.validate import execution
 from onlinerl.validate.sites import load
 from studies import catalogue, intervals, plan, tables
@@ -25,7 +26,7 @@ BASE = "base"
 
 
 def main(words: Sequence[str]) -> int:
-    """The command line; returns the exit code."""
+    """The command line; returns the exit code. Raises SettingsError where nothing was completed."""
     parser = argparse.ArgumentParser(prog="python -m studies execute")
     parser.add_argument("folder", type=Path, help="--out of the runs")
     parser.add_argument(
@@ -35,12 +36,17 @@ def main(words: Sequence[str]) -> int:
     parser.add_argument("--jobs", type=int, default=2)
     parser.add_argument("--to", type=Path, default=Path("docs/results"))
     given = parser.parse_args(words)
-    outcomes = [
-        outcome
-        for outcome in plan.read(given.folder, catalogue.NAMES)
-        if outcome.extras.get("execution.files")
-        and (outcome.arm == BASE or (given.arms in outcome.arm and outcome.seed < given.seeds))
-    ]
+    completed = [o for o in plan.read(given.folder, catalogue.NAMES) if o.extras.get("execution.files")]
+    if not completed:
+        raise SettingsError(f"{given.folder} holds no completions: run studies with --sites")
+    asked = [o for o in completed if o.arm != BASE and given.arms in o.arm and o.seed < given.seeds]
+    if given.arms and not asked:
+        arms = "\n  ".join(dict.fromkeys(o.arm for o in completed if o.arm != BASE))
+        raise SettingsError(
+            f"no arm with completions holds {given.arms!r} (--arms) and has a seed below {given.seeds} "
+            f"(--seeds); there are\n  {arms}"
+        )
+    outcomes = [o for o in completed if o.arm == BASE or o in asked]
     for outcome in outcomes:
         for name in outcome.extras["execution.files"]:
             if not result_of(given.folder, name).exists():

@@ -21,6 +21,7 @@ from typing import Any
 from onlinerl.config import Settings, load_settings
 from onlinerl.datasets import fim
 from onlinerl.datasets.splits import in_first_half, library
+from onlinerl.errors import SettingsError
 from studies import sabotage
 from studies.plan import Outcome, Run
 from studies.workers import Work
@@ -58,7 +59,6 @@ SMALL = (
     "validation.train_prompts=40",
     "validation.test_prompts=6",
     "validation.evaluate_prompts=4",
-    "validation.evaluate_every=2",
     "validation.completions=48",
 )
 """Settings of a rehearsal, after the run's own."""
@@ -80,8 +80,13 @@ def lay_out(out: Path, *, small: bool = False, every: Sequence[str] = (), sites:
         held = fim.collect(split="test", limit=2 * TEST, characters=CHARACTERS).prompts
         for name, own in (("own", True), ("other", False)):
             fim.write(prompts / f"{name}.jsonl", [p for p in held if in_first_half(library(p)) is own][:TEST])
-    shared = {"before": [*COMMON, *every], "after": list(SMALL) if small else []}
-    (out / "settings.json").write_text(json.dumps(shared, indent=1) + "\n", encoding="utf-8")
+    text = json.dumps(shared(small=small, every=every), indent=1)
+    (out / "settings.json").write_text(text + "\n", encoding="utf-8")
+
+
+def shared(*, small: bool, every: Sequence[str]) -> dict[str, list[str]]:
+    """Overrides before and after those of each run."""
+    return {"before": [*COMMON, *every], "after": list(SMALL) if small else []}
 
 
 def prepare(out: Path) -> Work:
@@ -97,16 +102,17 @@ def prepare(out: Path) -> Work:
     own = out / f"device.{os.getpid()}"
     own.write_text(json.dumps(facts), encoding="utf-8")
     own.replace(out / "device.json")  # every worker says the same, the last one stays
-    shared: dict[str, list[str]] = json.loads((out / "settings.json").read_text(encoding="utf-8"))
-    if shared["after"] and not (out / "tiny").exists():
+    words: dict[str, list[str]] = json.loads((out / "settings.json").read_text(encoding="utf-8"))
+    if words["after"] and not (out / "tiny").exists():
         made = tiny_model(out / f"tiny.{os.getpid()}")
         with contextlib.suppress(OSError):  # another worker was faster: the same model
             made.rename(out / "tiny")
-    return lambda run: perform(run, out, shared)
+        shutil.rmtree(made, ignore_errors=True)
+    return lambda run: perform(run, out, words)
 
 
-def settings_of(run: Run, out: Path, shared: Mapping[str, Sequence[str]]) -> Settings:
-    """The whole tree. Raises SettingsError for an override that is wrong."""
+def settings_of(run: Run, out: Path, common: Mapping[str, Sequence[str]]) -> Settings:
+    """The whole tree; `common` is what `shared` gave. Raises SettingsError for an override that is wrong."""
     own = (
         f"validation.name={_slug(run.key)}",
         f"validation.seed={run.seed}",
@@ -115,7 +121,7 @@ def settings_of(run: Run, out: Path, shared: Mapping[str, Sequence[str]]) -> Set
     )
     saved = (f"validation.save={saved_at(out, run.key)}",) if run.save or run.extras else ()
     start = (f"policies.tab.model={saved_at(out, run.start)}",) if run.start is not None else ()
-    words = [*shared["before"], *own, *run.overrides, *shared["after"], *start, *saved]
+    words = [*common["before"], *own, *run.overrides, *common["after"], *start, *saved]
     return load_settings(None, [word.replace("{out}", str(out)) for word in words], home=out / "home")
 
 
@@ -130,12 +136,12 @@ def _slug(key: str) -> str:
     return f"{plain}-{hashlib.sha256(key.encode()).hexdigest()[:8]}"
 
 
-def perform(run: Run, out: Path, shared: Mapping[str, Sequence[str]]) -> Outcome:
+def perform(run: Run, out: Path, common: Mapping[str, Sequence[str]]) -> Outcome:
     """Make the run; errors are raised."""
     from onlinerl.validate import run as validation
 
     began = time.perf_counter()
-    settings = settings_of(run, out, shared)
+    settings = settings_of(run, out, common)
     saved = settings.validation.save
     if saved is not None:
         shutil.rmtree(saved, ignore_errors=True)  # of a command that was killed
@@ -271,8 +277,7 @@ def execution(saved: Path, settings: Settings, run: Run, out: Path) -> dict[str,
     file = out / SITES
     if not file.exists():
         return {"sites": 0, "files": []}
-    names = [json.loads(line)["id"] for line in file.read_text(encoding="utf-8").splitlines()]
-    prompts = fim.read(file)
+    sites = sites_of(file)
     engine = LocalEngine(settings.policies["tab"].engine, batch=64, threads=1)
     try:
         engine.read(0, saved)
@@ -280,16 +285,32 @@ def execution(saved: Path, settings: Settings, run: Run, out: Path) -> dict[str,
         files = []
         for temperature in SITE_TEMPERATURES:
             answers = rollouts.answers(
-                prompts, 0, temperature=temperature, top_p=1.0, max_tokens=SITE_TOKENS, seed="site"
+                list(sites.values()),
+                0,
+                temperature=temperature,
+                top_p=1.0,
+                max_tokens=SITE_TOKENS,
+                seed="site",
             )
-            made = {name: [one.completion] for name, one in zip(names, answers, strict=True)}
+            made = {name: [one.completion] for name, one in zip(sites, answers, strict=True)}
             path = out / "execution" / f"{_slug(run.key)}.T{temperature:g}.json"
             path.parent.mkdir(exist_ok=True)
             path.write_text(json.dumps(made, ensure_ascii=False), encoding="utf-8")
             files.append(path.name)
     finally:
         engine.stop()
-    return {"sites": len(prompts), "files": files}
+    return {"sites": len(sites), "files": files}
+
+
+def sites_of(file: Path) -> dict[str, fim.FimPrompt]:
+    """Prompts by the id of their site. Raises SettingsError for a file that is none of sites."""
+    prompts = fim.read(file)
+    rows = [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines() if line.strip()]
+    if not all(isinstance(row.get("id"), str) for row in rows):
+        raise SettingsError(
+            f"{file} does not name its sites: make it with `python -m onlinerl.validate.execution prompts`"
+        )
+    return {row["id"]: prompt for row, prompt in zip(rows, prompts, strict=True)}
 
 
 EXTRAS: Mapping[str, Callable[[Path, Settings, Run, Path], Mapping[str, Any]]] = {

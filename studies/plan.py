@@ -123,11 +123,13 @@ class Outcome:
 
 
 def append(folder: Path, outcome: Outcome) -> None:
-    """Add a line to the study's file; whole lines only, so that a killed command keeps what it has."""
+    """Add a line to the study's file, in the place of one that a kill cut short."""
     folder.mkdir(parents=True, exist_ok=True)
     line = json.dumps(asdict(outcome), allow_nan=True, separators=(",", ":")) + "\n"
-    with (folder / f"{outcome.study}.jsonl").open("a", encoding="utf-8") as file:
-        file.write(line)
+    with (folder / f"{outcome.study}.jsonl").open("ab+") as file:
+        file.seek(0)
+        file.truncate(file.read().rfind(b"\n") + 1)
+        file.write(line.encode())
 
 
 def read(folder: Path, studies: Iterable[str]) -> list[Outcome]:

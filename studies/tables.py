@@ -73,6 +73,8 @@ def _floor(study: Study, outcomes: Sequence[Outcome]) -> Summary | None:
         return None
     metric, share = study.floor
     starts = _finite(outcome.start.get(metric) for outcome in outcomes)
+    if not starts:
+        return None
     return {"metric": metric, "share": share, "value": round(share * sum(starts) / len(starts), 5)}
 
 

@@ -205,11 +205,10 @@ def work_off(
     try:
         while True:
             used = time.monotonic() - began
-            rate = sum(s for s, _ in costs) / sum(c for _, c in costs) if costs else FIRST_GUESS
             for worker in crew.workers:
                 if worker.run is not None or not worker.ready:
                     continue
-                fits = [r for r in ready(waiting, states) if used + rate * r.cost <= budget]
+                fits = [r for r in ready(waiting, states) if used + _rate(costs) * r.cost <= budget]
                 if not fits:
                     break
                 waiting.remove(fits[0])
@@ -225,20 +224,24 @@ def work_off(
                 if outcome.state == "finished":
                     costs.append((outcome.seconds, cost))
                 total -= cost
-                rate = sum(s for s, _ in costs) / sum(c for _, c in costs) if costs else FIRST_GUESS
                 say(
                     _progress(
                         outcome,
                         len(tally.finished),
                         len(runs),
                         time.monotonic() - began,
-                        rate * max(0.0, total) / len(crew.workers),
+                        _rate(costs) * max(0.0, total) / len(crew.workers),
                     )
                 )
     finally:
         cut = crew.close()
     tally.missing = [*cut, *waiting]
     return tally
+
+
+def _rate(costs: Sequence[tuple[float, float]]) -> float:
+    """Seconds of a run of cost 1, by what was measured."""
+    return sum(s for s, _ in costs) / sum(c for _, c in costs) if costs else FIRST_GUESS
 
 
 def _progress(outcome: Outcome, number: int, count: int, used: float, left: float) -> str:

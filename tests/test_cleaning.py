@@ -12,6 +12,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from onlinerl import config
 from onlinerl.config import Cleaning, Policy, Trust, load_settings
@@ -256,6 +258,40 @@ def test_who_judges_faster_than_they_can_read_is_no_person() -> None:
     assert not inhuman([0.05] * 19, 0.15), "too few to say"
     assert not inhuman([0.05] * 10 + [2.0] * 11, 0.15), "somebody who types on at times"
     assert not inhuman([0.0] * 50, 0.0)
+
+
+@given(
+    seed=st.integers(0, 10_000),
+    similarity=st.sampled_from([0.3, 0.5, 0.75, 0.9, 1.0]),
+    window=st.integers(1, 30),
+    repeats=st.integers(1, 6),
+)
+@settings(max_examples=60, deadline=None)
+def test_the_index_finds_what_a_look_at_everything_finds(
+    seed: int, similarity: float, window: int, repeats: int
+) -> None:
+    rules = Cleaning(similarity=similarity, window=window, repeats=repeats, copies=0)
+    rng = random.Random(seed)
+    memory, kept = Recent(rules), list[Sample]()
+    texts = [[f"w{rng.randrange(30)}" for _ in range(rng.randint(1, 25))] for _ in range(4)]
+    for number in range(60):
+        words = list(rng.choice(texts))
+        for _ in range(rng.randrange(3)):
+            words[rng.randrange(len(words))] = f"w{rng.randrange(30)}"
+        user = rng.choice(["a", "a", "b"])
+        one = sample(" ".join(words), "", id=f"i{number // 2}", user=user)
+        mine = [other for other in kept[-window:] if other.user == one.user]
+        same = {other.id for other in mine if other.prompt == one.prompt} - {one.id}
+        here = place(one.prompt)
+        alike = {other.id for other in mine if near(place(other.prompt), here, similarity)} - {one.id}
+        expected = "repeated" if len(same) >= repeats else ""
+        if not expected and similarity < 1 and len(mine) >= repeats and len(same | alike) >= repeats:
+            expected = "near_duplicate"
+        assert memory.fault(one) == expected
+        if not expected:
+            memory.add(one)
+            kept.append(one)
+    assert len(memory) == min(len(kept), window)
 
 
 # ------------------------------------------------------------------------------------ the DataReceiver

@@ -203,6 +203,30 @@ def opened(settings: Settings) -> contextlib.closing[Database]:
     return contextlib.closing(Database.open(settings.database_url))
 
 
+def test_a_setting_may_stand_where_a_version_may(home: tuple[Path, Settings]) -> None:
+    setting = "policies.tab.train.lr=1e-5"
+    for words in ((), (setting,), ("1", setting), (setting, "server.port=1")):
+        done = onlinerl("versions", "verify", "--json", "--home", home[0], *words)
+        assert done.returncode == 0, done.stderr
+        found = [row["id"] for row in json.loads(done.stdout)]
+        assert found == ([1] if "1" in words else [0, 1, 2])
+    assert "nowhere" in said(onlinerl("versions", "verify", "--home", home[0], "nowhere.lr=1"), 2)
+    assert onlinerl("versions", "verify", "--home", home[0], "x").returncode == 2
+
+
+def test_looking_makes_no_database(tmp_path: Path) -> None:
+    """Neither in the home nor where store.url says."""
+    elsewhere = tmp_path / "else" / "where.db"
+    url = f"store.url=sqlite:///{elsewhere}"
+    for words in ((), (url,)):
+        home = ["--home", tmp_path / "home", *words]
+        done = onlinerl("versions", "list", "--json", *home)
+        assert (done.returncode, json.loads(done.stdout)) == (0, [])
+        for verb in (["show", "0"], ["verify"], ["promote", "0"], ["rollback"], ["gc"]):
+            assert "no data in" in said(onlinerl("versions", *verb, *home), 1)
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_verify_finds_a_changed_byte_and_promote_refuses_it(home: tuple[Path, Settings]) -> None:
     assert onlinerl("versions", "verify", "--home", home[0]).returncode == 0
     file = directory.folder(home[1].weights_url, "tab", 1) / "model.safetensors"

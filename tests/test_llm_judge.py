@@ -196,6 +196,65 @@ async def test_an_endpoint_that_is_down_is_not_asked_for_every_pair(server: Endp
     assert {one.score for one in await judge(server).judge(different(5))} == {4}
 
 
+async def test_a_grade_has_a_deadline_over_all_its_calls(server: Endpoint) -> None:
+    server.delay = 30
+    began = time.monotonic()
+    found = await one(server, timeout=0.2, attempts=100, deadline=0.7)
+    assert 0.7 <= time.monotonic() - began < 3
+    assert found.score is None
+    assert found.reason == "no grade within 0.7 s (judge.deadline); before that: no answer within 0.2 s"
+    server.delay, server.rest = 0, lambda body: failed(429, "slow down", retry_after="5")
+    found = await one(server, attempts=100, deadline=0.3)  # a wait that was asked for counts too
+    assert "judge.deadline" in found.reason
+    assert "asks to wait 5 s: slow down" in found.reason
+
+
+async def test_an_endpoint_that_hangs_is_given_up_within_two_deadlines(server: Endpoint) -> None:
+    server.delay = 30
+    asked = judge(server, timeout=0.2, attempts=100, deadline=0.5, concurrency=4)
+    began = time.monotonic()
+    found = await asked.judge(different(200))
+    assert 1.0 <= time.monotonic() - began < 4
+    assert [one.score for one in found] == [None] * 200
+    assert found[-1].reason.startswith("the endpoint is down: no grade within 0.5 s")
+    before = len(server.bodies)
+    # What never answered is not waited for again, and says which settings are wrong.
+    with pytest.raises(JudgeError, match=r"not answered once, 8 completions .*LLMASJUDGE_API_URL.*deadline"):
+        await asked.judge(different(200))
+    assert len(server.bodies) == before
+    assert [one.score for one in await asked.judge([(PROMPT, "w * h")])] == [10]  # needs no call
+
+
+async def test_an_endpoint_that_was_up_gets_another_chance_and_less_patience(server: Endpoint) -> None:
+    asked = judge(server, attempts=1, concurrency=2)
+    assert (await asked.judge([PAIR]))[0].score == 7
+    server.rest = lambda body: failed(503, "restarting")
+    for most in (6, 8):  # four in a row, then the first of two that are under way
+        found = await asked.judge(different(50))
+        assert [one.score for one in found] == [None] * 50
+        assert len(server.bodies) <= 1 + most
+    server.rest = lambda body: graded(4)
+    assert {one.score for one in await asked.judge(different(50))} == {4}
+
+
+async def test_an_endpoint_that_hung_once_costs_one_deadline_the_next_time(server: Endpoint) -> None:
+    asked = judge(server, timeout=5, deadline=0.4, concurrency=8)
+    assert (await asked.judge([PAIR]))[0].score == 7
+    server.delay = 30
+    assert [one.score for one in await asked.judge(different(99))] == [None] * 99
+    began, before = time.monotonic(), len(server.bodies)
+    assert [one.score for one in await asked.judge(different(99))] == [None] * 99
+    assert 0.4 <= time.monotonic() - began < 3
+    assert len(server.bodies) == before + 8
+
+
+async def test_a_key_in_the_address_does_not_get_into_a_reason(server: Endpoint) -> None:
+    server.rest = lambda body: failed(400, "no such deployment for sk-1/2345 of the account named team")
+    url = server.url.replace("http://", "http://team:pass-word@") + "?api_key=sk-1%2F2345&api-version=2024"
+    found = await one(server, url=url)
+    assert found.reason == "refused with 400: no such deployment for *** of the account named ***"
+
+
 @pytest.mark.parametrize(
     ("content", "score"),
     [
@@ -343,6 +402,9 @@ async def test_answers_that_are_too_large_or_nested_too_deeply_are_no_grades(ser
         ("LLMASJUDGE_API_URL", "", "LLMASJUDGE_API_URL"),
         ("LLMASJUDGE_API_URL", "api.example/v1", "http://"),
         ("LLMASJUDGE_API_URL", "file:///etc", "http://"),
+        ("LLMASJUDGE_API_URL", "http://127.0.0.1:99999/v1", "port"),
+        ("LLMASJUDGE_API_URL", "http://[::1/v1", "port"),
+        ("LLMASJUDGE_API_URL", "ftp://me:secret@host/v1", r"ftp://\*\*\*@host"),
         ("LLMASJUDGE_MODEL", "", "LLMASJUDGE_MODEL"),
         ("LLMASJUDGE_API_KEY", "a\nb", "LLMASJUDGE_API_KEY"),
     ],

@@ -21,8 +21,9 @@ from transformers import LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCau
 
 from onlinerl import config
 from onlinerl.errors import ModelError
-from onlinerl.learning import batches, layers
-from onlinerl.learning.batches import PolicyModel, lay_out, pack
+from onlinerl.learning import attention, batches, layers
+from onlinerl.learning.attention import lay_out
+from onlinerl.learning.batches import PolicyModel, pack
 from onlinerl.learning.guards import Bands
 from onlinerl.learning.learner import Learner
 from onlinerl.learning.memory import PLENTY, ROW, Footprint, Plan, plan
@@ -179,7 +180,7 @@ def absent(*_: Any, **__: Any) -> Tensor:
 
 
 def flashed(folder: Path, monkeypatch: pytest.MonkeyPatch, way: Callable[..., Tensor]) -> PolicyModel:
-    monkeypatch.setattr(batches, "varlen", way)
+    monkeypatch.setattr(attention, "varlen", way)
     policy = PolicyModel.load(folder, CPU, torch.float32)
     policy.hasten(policy.trial(), flash=True, compiled=False)
     return policy
@@ -204,7 +205,7 @@ def test_samples_of_like_length_are_attended_to_as_lines(
     assert policy.lined
     plain = PolicyModel.load(folder, CPU, torch.float32)
     samples = [like(size, 4, size) for size in (40, 37, 40, 35)]
-    monkeypatch.setattr(batches, "varlen", absent)
+    monkeypatch.setattr(attention, "varlen", absent)
     assert_same(gradients_of(policy, samples), gradients_of(plain, samples))
     with pytest.raises(NotImplementedError):
         gradients_of(policy, [*samples, like(9, 4, 0)])
@@ -220,7 +221,7 @@ def test_lines_are_for_a_gpu_of_few_lengths_and_waste_little() -> None:
 
 
 def test_lines_that_are_wrong_are_left_out(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(batches, "varlen", kernel)
+    monkeypatch.setattr(attention, "varlen", kernel)
     policy = PolicyModel.load(folder, CPU, torch.float32)
     exact = policy.trial()
     whole = F.scaled_dot_product_attention
@@ -281,7 +282,7 @@ def test_compiled_layers_compute_the_same_with_one_program_for_all(
 ) -> None:
     programs: list[Any] = []
     monkeypatch.setattr(layers, "BACKEND", counting(programs))
-    monkeypatch.setattr(batches, "varlen", kernel)
+    monkeypatch.setattr(attention, "varlen", kernel)
     plain = PolicyModel.load(folder, CPU, torch.float32)
     policy = PolicyModel.load(folder, CPU, torch.float32)
     policy.hasten(policy.trial(), flash=True, compiled=True)

@@ -85,6 +85,16 @@ def test_outcomes_survive_a_cut_line_and_the_last_of_a_key_counts(tmp_path: Path
     assert found[1].state == "failed"
 
 
+def test_a_command_that_goes_on_writes_over_the_line_that_was_cut(tmp_path: Path) -> None:
+    first = Outcome("s", "arm", 0, "finished", "", 1.0)
+    plan.append(tmp_path, first)
+    with (tmp_path / "s.jsonl").open("a") as file:
+        file.write('{"study": "s", "ar')
+    plan.append(tmp_path, replace(first, seed=1))
+    plan.append(tmp_path, replace(first, seed=2))
+    assert [outcome.seed for outcome in plan.read(tmp_path, ["s"])] == [0, 1, 2]
+
+
 def test_the_queue_takes_ranks_then_studies_then_what_others_wait_for_then_the_longest() -> None:
     runs = [
         Run("one", "short", 0, cost=0.5),
@@ -120,6 +130,14 @@ def test_every_run_of_the_catalogue_has_settings_that_exist_and_agree(tmp_path: 
             check(performer.settings_of(run, tmp_path, {**shared, "after": []}))
     keys = {run.key for study in catalogue.studies() for run in study.runs if run.save}
     assert {run.start for study in catalogue.studies() for run in study.runs} - keys == {None}
+
+
+def test_points_of_curves_are_measured_where_curves_are_plotted(tmp_path: Path) -> None:
+    shared = performer.shared(small=False, every=())
+    for study in catalogue.studies():
+        for run in study.runs:
+            every = performer.settings_of(run, tmp_path, shared).validation.evaluate_every
+            assert bool(every) is bool(study.curves), run.key
 
 
 def test_the_halves_share_no_package_and_nothing_that_is_learned_from(tmp_path: Path) -> None:
@@ -180,6 +198,13 @@ def test_tables_and_plots_hold_what_the_outcomes_say(tmp_path: Path) -> None:
     assert "3, 1 stopped" in text
     assert "guards.kl: too far" in text
     assert (tmp_path / "to" / "made.png").read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
+
+
+def test_a_study_of_which_all_failed_is_told(tmp_path: Path) -> None:
+    failed = [Outcome("made", arm, 0, "failed", "broke", 1.0) for arm in MADE.arms]
+    summary = tables.write(replace(MADE, floor=("sampled.shown", 0.6)), failed, tmp_path, tmp_path)
+    assert summary["floor"] is None
+    assert "1, 1 failed" in (tmp_path / "made.md").read_text()
 
 
 def test_every_number_of_the_markdown_is_in_the_json(tmp_path: Path) -> None:
@@ -363,7 +388,8 @@ def studies(words: list[str], folder: Path) -> subprocess.CompletedProcess[str]:
 
 def test_a_small_study_runs_without_what_serves(tmp_path: Path) -> None:
     out = tmp_path / "out"
-    words = ["guards", "--arms", "one user", "--small", "--out", str(out), "--budget", "200"]
+    words = ["guards", "--arms", "one user", "--small", "--out", str(out), "--budget", "200",
+             "--set", "validation.judge.url=http://me:sk-0123456789@127.0.0.1:9/v1"]  # fmt: skip
     done = studies(words, tmp_path)
     assert done.returncode == 0, done.stdout + done.stderr
     (outcome,) = plan.read(out, ["guards"])
@@ -383,12 +409,71 @@ def test_a_small_study_runs_without_what_serves(tmp_path: Path) -> None:
     assert summary["missing"] == {arm: [0] for arm in catalogue.guards().arms if "one user" not in arm}
     assert summary["machine"]["command"].startswith("python -m studies guards --arms 'one user' --small")
     assert "torch" in summary["machine"]["libraries"]
+    told = [*(tmp_path / "to").iterdir(), *out.glob("*.jsonl"), *out.glob("home/**/report.*")]
+    assert len(told) > 4
+    assert not [file for file in told if b"sk-0123456789" in file.read_bytes()]
 
 
 def test_unknown_studies_are_named(tmp_path: Path) -> None:
     done = studies(["nonsense"], tmp_path)
     assert done.returncode == 2
     assert "no study nonsense: there are headline" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (
+            ["noise", "--arms", "nothing"],
+            ["no arm of noise holds 'nothing'", "\n  50 % missing, all silence"],
+        ),
+        (["noise", "silence", "--arms", "?"], ["\n  clean\n", "\n  floor · 5 % accepted, τ = 0.1"]),
+        (["precision", "--ranks", "0"], ["no run has a rank up to 0", "[1]"]),
+        (["all", "nonsense"], ["no study nonsense"]),
+        (["noise", "--set", "validation.nonsense=1"], ["unknown setting validation.nonsense"]),
+        (["noise", "--set", "validation.users"], ["is not an override"]),
+        (["headline", "--sites", "nowhere.jsonl"], ["nowhere.jsonl cannot be read"]),
+        (["headline", "--sites", "prompts.jsonl"], ["does not name its sites"]),
+        (["report", "."], ["holds no outcome"]),
+        (["execute", "."], ["holds no completions"]),
+        (["execute", "made", "--arms", "(x)"], ["no arm with completions holds '(x)'", "\n  (c)"]),
+        (["noise", "--processes", "0"], ["0 is below 1"]),
+        (["noise", "--gpus", "-1"], ["-1 is below 0"]),
+    ],
+)
+def test_what_cannot_be_done_is_said_and_changes_nothing(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    words: list[str],
+    said: list[str],
+) -> None:
+    from studies.__main__ import main
+
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "prompts.jsonl").write_text(json.dumps(asdict(fim.FimPrompt.example())) + "\n")
+    made = Outcome("headline", "(c)", 0, "finished", "", 1.0, extras={"execution.files": ["x.T0.json"]})
+    plan.append(tmp_path / "made", made)
+    results = tmp_path / "docs" / "results"
+    results.mkdir(parents=True)
+    (results / "execution.json").write_text("{}")
+    before = {file: file.read_bytes() for file in tmp_path.rglob("*") if file.is_file()}
+    try:
+        code: object = main(words)
+    except SystemExit as ended:  # argparse's own
+        code = ended.code
+    assert code == 2
+    told = capsys.readouterr().err
+    assert all(text in told for text in said), told
+    assert {file: file.read_bytes() for file in tmp_path.rglob("*") if file.is_file()} == before
+
+
+def test_what_a_chosen_run_starts_from_is_chosen_too() -> None:
+    from studies.__main__ import chosen, parsed
+
+    runs = chosen(parsed(["cohorts", "--arms", "cohort short"]), ["cohorts"])
+    assert {run.arm for run in runs} == {"shared policy", "adapter of cohort short"}
+    assert len(runs) == 6
 
 
 def test_records_are_json() -> None:

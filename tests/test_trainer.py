@@ -212,6 +212,21 @@ def test_a_run_learns_a_simple_taste(settings: Settings) -> None:
     assert list(board.glob("events.out.tfevents.*"))
 
 
+def test_what_is_not_worth_learning_from_measures_nothing_either(model: Path, tmp_path: Path) -> None:
+    """Three users judge eighty answers in a second: neither their samples nor their held-back ones count."""
+    strangers = ("policies.tab.trust.owner=false", "policies.tab.trust.dominance=1")
+    settings = settings_for(model, tmp_path / "home", *strangers, "policies.tab.train.holdout=0.3")
+    fill(settings, 240, users=3)
+    fill(settings, 240, seed=1, users=60)
+    train(settings, "tab", max_steps=4)
+    held = [row for row in rows(settings) if row["use"] == "held"]
+    machines = [row for row in held if row["user"] in ("u0", "u1", "u2")]
+    assert len(machines) >= 10
+    metrics = list_versions(settings)[-1].metrics
+    assert metrics["held_left_out"] >= 10
+    assert metrics["held_samples"] + metrics["held_left_out"] == min(len(held), 64)
+
+
 def test_next_run_goes_on_where_the_last_one_stood(settings: Settings) -> None:
     fill(settings, 60)
     train(settings, "tab")
@@ -235,7 +250,8 @@ def test_next_run_goes_on_where_the_last_one_stood(settings: Settings) -> None:
 
 def test_max_steps(settings: Settings) -> None:
     fill(settings, 100)
-    assert train(settings, "tab", max_steps=2).step == 2
+    ended = train(settings, "tab", max_steps=2)
+    assert (ended.step, ended.message) == (2, "the 2 steps that it was to make are done")
     assert list_versions(settings)[-1].step == 2
     assert sum(row["use"] == "claimed" for row in rows(settings)) == 32
 
@@ -414,11 +430,19 @@ def test_kill_between_checkpoint_and_version(settings: Settings, monkeypatch: py
         with pytest.raises(Killed):
             train(settings, "tab")
     release_lease(settings)
-    ended = train(settings, "tab")
+    ended = train(with_lr(settings, 1e-4), "tab")
     assert ended.id == 1
     assert events(settings, kind="resume")[0]["batch"] == 4
+    (warned,) = [one["text"] for one in events(settings, kind="warning") if "began with" in one["text"]]
+    assert warned.endswith("those it began with: train.lr: 0.003, now 0.0001"), "and nothing else"
     assert [v.step for v in list_versions(settings)][:2] == [0, 4]
     assert len(trained(settings)) == len(set(trained(settings)))
+
+
+def with_lr(settings: Settings, lr: float) -> Settings:
+    policy = settings.policies["tab"]
+    other = policy.model_copy(update={"train": policy.train.model_copy(update={"lr": lr})})
+    return settings.model_copy(update={"policies": {"tab": other}})
 
 
 def die_after_base(plain: Any, die: Any) -> Any:

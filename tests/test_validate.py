@@ -7,6 +7,8 @@ import errno
 import json
 import math
 import os
+import re
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -19,23 +21,24 @@ import torch
 from safetensors.torch import load_file
 
 from onlinerl.config import Engine, Settings, Validation, load_settings
-from onlinerl.datasets.fim import FimPrompt
+from onlinerl.datasets.fim import FimPrompt, is_test
 from onlinerl.datasets.users import TASTES
 from onlinerl.errors import JudgeError, RunBusy, RunError, SettingsError, VersionNotLoaded
 from onlinerl.learning.advantages import advantages
 from onlinerl.learning.batches import PolicyModel, pack
-from onlinerl.learning.judges import Judge, Judgement, ReferenceJudge
-from onlinerl.records import Finish, FinishReason, Generation, Token, Verdict
+from onlinerl.learning.judges import Judge, Judgement, ReferenceJudge, estimate
+from onlinerl.records import Finish, FinishReason, Generation, Sample, Token, Verdict
 from onlinerl.validate import evaluate
 from onlinerl.validate.__main__ import main
 from onlinerl.validate.course import Course, check
 from onlinerl.validate.engine import LocalEngine, int8_round_trip
 from onlinerl.validate.estimates import Estimate, ratio
 from onlinerl.validate.evaluate import Scores
+from onlinerl.validate.ground import laid
 from onlinerl.validate.raters import JudgeRater, UserRater
 from onlinerl.validate.report import Report
 from onlinerl.validate.rollouts import Answer, Rollouts
-from onlinerl.validate.run import run
+from onlinerl.validate.run import costs, run
 from tests.fims import fim_model, offline
 from tests.judge_endpoint import Endpoint, failed, serving
 
@@ -368,6 +371,114 @@ def test_two_runs_of_one_name_do_not_mix(base: Path, monkeypatch: pytest.MonkeyP
     assert run(settings, quiet=True)["steps"]  # an interrupted run is in nobody's way
 
 
+def lines(path: Path, *rows: dict[str, Any]) -> Path:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+def row(number: int, middle: str = "aaaa", **more: str) -> dict[str, str]:
+    return {"prefix": f"x{number} = ", "suffix": "\n", "middle": middle, "path": f"{number}.py", **more}
+
+
+BAD = {
+    "data without its columns": ("validation.data={bad}/columns.jsonl", "the columns are"),
+    "data of another language": ("validation.languages=[cobol]", "for other languages"),
+    "data of one file": ("validation.data={bad}/one.jsonl", "gives no"),
+    "data that is no JSON": ("validation.data={bad}/broken.jsonl", "not JSON"),
+    "a folder without code": ("validation.data={bad}/empty", "no Python file"),
+    "data that is not there": ("validation.data={bad}/nowhere", "does not exist"),
+    "held-out prompts that are not there": ("validation.test={bad}/nowhere.jsonl", "cannot be read"),
+    "held-out prompts of files that are learned from": ("validation.test={bad}/learned.jsonl", "held out"),
+    "answers that are too long": ("policies.tab.sampling.max_tokens=250", "leaves room"),
+    "a model that is not there": ("policies.tab.model={bad}/nowhere", "neither a directory"),
+    "a model that is no model": ("policies.tab.model={bad}/empty", "has no config.json"),
+    "a model without markers": ("policies.tab.model={bad}/plain", "fill-in-the-middle markers"),
+    "a model of broken weights": ("policies.tab.model={bad}/torn", "model.safetensors"),
+    "layers that cannot be adapted": ("policies.tab.train.lora={rank: 2, targets: [nothing]}", "nothing"),
+    "a larger model's file without columns": ("validation.warmstart.source={bad}/columns.jsonl", "must be a"),
+    "a larger model's file of long texts": ("validation.warmstart.source={bad}/long.jsonl", "at most 10"),
+    "a larger model's file that is not there": (
+        "validation.warmstart.source={bad}/x",
+        "a file that is there",
+    ),
+    "a reward that is not there": ("policies.tab.rewards.function=nowhere:f", "no module nowhere"),
+    "a reward that fails": ("policies.tab.rewards.function=math:sqrt", "math:sqrt"),
+    "a weight of nothing": ("policies.tab.rewards.weights={function: 1}", "no rewards.function"),
+    "a taste that there is not": ("validation.tastes=[sweet]", "validation.tastes: no taste"),
+    "a taste to report that there is not": ("validation.report_tastes=[sweet]", "report_tastes: no taste"),
+    "a user that there is not": ("validation.user=me", "no user"),
+    "a judge without an endpoint": ("validation.judge.kind=llm", "LLMASJUDGE_API_URL"),
+    "a folder for the weights that is there": ("validation.save={bad}/empty", "exists already"),
+    "a place for the weights that cannot be": ("validation.save={bad}/one.jsonl/saved", "cannot be made"),
+    "a GPU that is not there": ("policies.tab.train.device=cuda", "sees no GPU"),
+}
+
+
+@pytest.fixture(scope="module")
+def bad(tmp_path_factory: pytest.TempPathFactory, base: Path) -> Path:
+    """Files that nothing can be done with."""
+    place = tmp_path_factory.mktemp("bad")
+    offline(base)  # makes model and code
+    (place / "empty").mkdir()
+    (place / "broken.jsonl").write_text("{")
+    lines(place / "columns.jsonl", {"before": "x", "after": "y", "answer": "z"})
+    lines(place / "one.jsonl", row(1))
+    names = [f"m{number}.py" for number in range(24)]
+    lines(place / "learned.jsonl", *(row(1, path=name) for name in names if not is_test(name)))
+    lines(place / "long.jsonl", row(1, "a" * 99))
+    for name in ("plain", "torn"):
+        shutil.copytree(base / "model", place / name)
+    tokenizer = json.loads((place / "plain" / "tokenizer.json").read_text())
+    tokenizer["added_tokens"] = [one for one in tokenizer["added_tokens"] if "fim" not in one["content"]]
+    (place / "plain" / "tokenizer.json").write_text(json.dumps(tokenizer))
+    weights = place / "torn" / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-100])
+    return place
+
+
+@pytest.fixture(scope="module")
+def earlier(base: Path) -> Path:
+    """The folder of a run that ended well."""
+    settings = offline(
+        base, "validation.name=earlier", "validation.completions=48", "validation.evaluate_every=1"
+    )
+    report(settings)
+    return settings.home / "validation" / "earlier"
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    return {str(one.relative_to(folder)): one.read_bytes() for one in folder.rglob("*") if one.is_file()}
+
+
+@pytest.mark.parametrize("what", BAD)
+def test_what_cannot_be_used_costs_nothing_of_an_earlier_run(
+    base: Path, bad: Path, earlier: Path, what: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if what == "a GPU that is not there":
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.delenv("LLMASJUDGE_API_URL", raising=False)
+    before = contents(earlier)
+    assert {"report.json", "report.md", "curve.png", "log.jsonl"} <= before.keys()
+    override, said = BAD[what]
+    settings = offline(base, "validation.name=earlier", override.replace("{bad}", str(bad)))
+    with pytest.raises(SettingsError, match=re.escape(said)):
+        run(settings, quiet=True)
+    assert contents(earlier) == before
+
+
+def test_a_file_of_grades_that_cannot_be_used_costs_nothing_either(
+    tmp_path: Path, base: Path, earlier: Path
+) -> None:
+    judge = "validation.judge={kind: llm, url: 'http://127.0.0.1:9/v1', model: m}"
+    settings = offline(base, judge).model_copy(update={"home": tmp_path})
+    shutil.copytree(earlier, tmp_path / "validation" / "offline")
+    (tmp_path / "validation" / "judge-scores.jsonl").mkdir()
+    before = contents(tmp_path)
+    with pytest.raises(SettingsError, match="cache"):
+        run(settings, quiet=True)
+    assert contents(tmp_path) == before
+
+
 def test_a_missing_endpoint_costs_no_report(base: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("LLMASJUDGE_API_URL", raising=False)
     settings = offline(base, "validation.judge.kind=llm", "validation.name=old")
@@ -390,23 +501,126 @@ def test_the_same_seed_gives_the_same_course(base: Path) -> None:
     assert first["stages"] != third["stages"]
 
 
-def test_a_start_is_measured_once_for_runs_that_begin_alike(base: Path, tmp_path: Path) -> None:
+@pytest.fixture
+def measured(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """How many held-out prompts were answered, call by call."""
+    calls: list[int] = []
+    answers = Rollouts.answers
+
+    def counted(
+        self: Rollouts, prompts: Sequence[FimPrompt], *rest: Any, seed: str = "", **named: Any
+    ) -> Any:
+        if seed:
+            calls.append(len(prompts))
+        return answers(self, prompts, *rest, seed=seed, **named)
+
+    monkeypatch.setattr(Rollouts, "answers", counted)
+    return calls
+
+
+def test_weights_are_measured_once(base: Path, measured: list[int]) -> None:
+    few = ("validation.evaluate_every=4", "validation.evaluate_prompts=8", "policies.tab.rewards.tau=0.1")
+    tree = report(offline(base, *few, "validation.completions=96"))
+    # the base, the curve after step 4 of 6, the end: each greedy and sampled
+    assert measured == [24, 24, 8, 8, 24, 24]
+    assert [point["step"] for point in tree["curve"]] == [0, 4, 6]
+    measured.clear()
+    tree = report(offline(base, *few, "validation.completions=96", "validation.evaluate_prompts=24"))
+    assert tree["curve"][0]["metrics"] == tree["stages"][0]["metrics"]
+    assert tree["curve"][-1]["metrics"] == tree["stages"][-1]["metrics"]
+    measured.clear()
+    tree = report(offline(base, *few, "validation.completions=1", "validation.forgetting_prompts=8"))
+    assert measured == [24, 24]
+    assert len(tree["curve"]) == 1
+    first, last = tree["stages"]
+    assert all(first[name] == last[name] for name in ("metrics", "losses", "examples"))
+    assert last["gains"]["greedy"]["reward"]["mean"] == 0.0
+
+
+def test_a_start_is_measured_once_for_runs_that_begin_alike(
+    base: Path, tmp_path: Path, measured: list[int]
+) -> None:
     def told(*overrides: str, starts: Path | None = tmp_path) -> dict[str, Any]:
-        settings = offline(base, "validation.completions=32", "validation.evaluate_every=2", *overrides)
+        settings = offline(
+            base,
+            "validation.completions=32",
+            "validation.evaluate_every=2",
+            "validation.forgetting_prompts=4",
+            *overrides,
+        )
+        measured.clear()
         tree = run(settings, quiet=True, starts=starts)
-        return {name: tree[name] for name in ("stages", "curve")}
+        names = ("stages", "curve", "tau", "tau_report", "steps", "completions", "left_out", "judges")
+        return {name: tree[name] for name in names}
 
     plain = told(starts=None)
     assert told() == plain
+    assert measured == [24, 24, 24, 24]
+    assert told() == plain  # the start is read now, and nothing that follows is another
+    assert measured == [24, 24]
     (kept,) = tmp_path.iterdir()
     before = kept.stat().st_mtime_ns
     other = told("policies.tab.train.lr=1e-2")  # learns otherwise, begins alike
     assert other["stages"][0] == plain["stages"][0]
     assert other["stages"][-1] != plain["stages"][-1]
     assert [one.stat().st_mtime_ns for one in tmp_path.iterdir()] == [before]
-    for begins in ("validation.seed=1", "validation.tastes=[long]", "validation.report_temperature=0.5"):
-        told(begins)
-    assert len(list(tmp_path.iterdir())) == 4
+
+
+def test_what_a_start_depends_on_and_what_not(base: Path, tmp_path: Path, measured: list[int]) -> None:
+    def stage(*overrides: str, starts: Path | None = tmp_path) -> dict[str, Any]:
+        few = ("validation.completions=1", "validation.forgetting_prompts=4")
+        measured.clear()
+        found: dict[str, Any] = run(offline(base, *few, *overrides), quiet=True, starts=starts)["stages"][0]
+        return found
+
+    plain = stage()
+    assert measured == [24, 24]
+    alike = (
+        "policies.tab.train.batch=8",
+        "policies.tab.train.lr=1",
+        "policies.tab.train.seed=5",
+        "policies.tab.rewards.tau=0.2",
+        "validation.users=3",
+        "validation.noise_flip=0.3",
+        "validation.train_prompts=20",
+    )
+    assert stage(*alike) == plain
+    assert measured == []
+    assert stage(*alike, starts=None) == plain
+    assert len(list(tmp_path.iterdir())) == 1
+    apart = (
+        "validation.seed=1",
+        "validation.tastes=[long]",
+        "validation.report_tastes=[short]",
+        "validation.report_temperature=0.5",
+        "validation.test_prompts=23",
+        "validation.data_seed=7",
+        "validation.forgetting_prompts=3",
+        "validation.quantise=int8",
+        "validation.report_judge.kind=reference",
+        "policies.tab.sampling.max_tokens=9",
+        "policies.tab.sampling.top_p=0.9",
+        "policies.tab.engine.dtype=bfloat16",
+        "policies.tab.train.dtype=bfloat16",
+        f"policies.tab.model={shutil.copytree(base / 'model', base / 'other')}",
+    )
+    for number, override in enumerate(apart, 2):
+        stage(override)
+        assert len(measured) == 2
+        assert len(list(tmp_path.iterdir())) == number, override
+    assert not [one for one in tmp_path.iterdir() if one.suffix != ".json"]
+
+
+def test_a_start_that_a_judge_failed_on_is_not_kept(
+    base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    settings = offline(base, "validation.completions=32")
+    good = run(settings, quiet=True)
+    monkeypatch.setattr("onlinerl.validate.ground.make_judge", lambda settings, cache: Failing(each=5))
+    assert run(settings, quiet=True, starts=tmp_path)["judge_faults"]
+    assert not list(tmp_path.iterdir())
+    monkeypatch.undo()
+    assert run(settings, quiet=True, starts=tmp_path)["stages"] == good["stages"]
 
 
 @pytest.mark.parametrize(
@@ -442,7 +656,7 @@ def test_a_number_that_is_none_never_reaches_the_weights(
         found = whole(*arguments, **named)
         return [math.nan, *found[1:]] if len(calls) == 4 else found
 
-    monkeypatch.setattr("onlinerl.validate.course.advantages", broken)
+    monkeypatch.setattr("onlinerl.learning.update.advantages", broken)
     tree = report(settings)
     assert "not a number" in tree["stopped_by"]
     assert (tree["steps"], tree["stages"][-1]["step"]) == (3, 2)
@@ -450,8 +664,24 @@ def test_a_number_that_is_none_never_reaches_the_weights(
     assert all(bool(torch.isfinite(tensor).all()) for tensor in saved.values())
 
 
+def picky(sample: Sample) -> float:
+    """A reward function that passes its check and fails on all that a validation samples."""
+    if sample.project == "validation":
+        raise ValueError("no")
+    return 0.0
+
+
+def test_a_batch_without_any_reward_is_no_step_and_then_a_guard_ends_the_course(base: Path) -> None:
+    tree = report(
+        offline(base, "policies.tab.rewards.function=tests.test_validate:picky", "policies.tab.train.batch=4")
+    )
+    assert "8 of the last 8 samples got no reward" in tree["stopped_by"]
+    assert tree["left_out"] == {"reward function failed": 8}
+    assert tree["stages"][-1]["metrics"] == tree["stages"][0]["metrics"]
+
+
 def test_a_judge_that_always_fails_ends_the_course(base: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("onlinerl.validate.course.make_judge", lambda settings, cache: Failing())
+    monkeypatch.setattr("onlinerl.validate.ground.make_judge", lambda settings, cache: Failing())
     tree = report(offline(base, "validation.rater=judge"))
     assert "failed on 16 of 16 completions" in tree["stopped_by"]
     assert tree["steps"] == 0
@@ -475,6 +705,85 @@ async def test_an_llm_judge_that_refuses_the_key_ends_the_course_and_its_price_i
     assert tree["steps"] == 0
     # 128 to learn from, and 24 held-out prompts, greedy and sampled, before and after
     assert "judge to train: 224 calls" in capsys.readouterr().err
+
+
+def test_the_price_is_that_of_the_very_prompts(base: Path, tmp_path: Path) -> None:
+    rows = [row(number, "y = " + "a" * (2000 * (number % 2))) for number in range(60)]
+    settings = offline(
+        base,
+        f"validation.data={lines(tmp_path / 'long.jsonl', *rows)}",
+        "validation.rater=judge",
+        "validation.completions=96",
+        "validation.evaluate_every=2",
+        "validation.evaluate_prompts=2",
+        "validation.judge={kind: llm, url: 'http://127.0.0.1:9/v1', model: m}",
+        "validation.report_judge={kind: llm, url: 'http://127.0.0.1:9/v1', model: m}",
+    )
+    with laid(settings, base / "model", "tab") as ground:
+        train, report = costs(settings, ground)
+        test = [len(one.prefix + one.suffix + one.middle) for one in ground.test]
+        learn = [len(one.prefix + one.suffix + one.middle) for one in ground.train]
+    assert max(test) > 2000 > 100 > min(test)
+    # before and after on all prompts, and after steps 2, 4 and 6 on two of them, each greedy and sampled
+    held = 4 * sum(test) + 6 * sum(test[:2])
+    pairs = 4 * len(test) + 6 * 2
+    answer = 10 * 3.5  # sampling.max_tokens
+    words = estimate(settings.validation.judge, 1, 0).input_tokens
+    for told, characters, calls in (
+        (train, held + 96 * sum(learn) / len(learn), pairs + 96),
+        (report, held, pairs),
+    ):
+        said = re.search(r"([\d,]+) calls, about ([\d,]+) tokens in", told)
+        assert said is not None
+        assert said[1].replace(",", "") == str(calls)
+        expected = (characters + calls * answer) / 3.5 + calls * words
+        assert float(said[2].replace(",", "")) == pytest.approx(expected, rel=0.001)
+
+
+SECRET = "sk-0123456789"
+
+
+async def test_a_key_in_an_address_is_nowhere_in_what_a_run_leaves(
+    base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.delenv("LLMASJUDGE_API_KEY", raising=False)
+    said = f"no account has the key {SECRET}, at http://127.0.0.1/v1?api_key={SECRET}"
+    async with serving(Endpoint(rest=lambda body: failed(400, said))) as endpoint:
+        url = endpoint.url.replace("//", f"//me:{SECRET}@") + f"?api_key={SECRET}"
+        settings = offline(
+            base,
+            "validation.rater=judge",
+            f"validation.judge={{kind: llm, url: '{url}', model: m}}",
+            f"validation.report_judge={{kind: llm, url: '{url}', model: m}}",
+            f"validation.save={tmp_path / 'saved'}",
+        ).model_copy(update={"home": tmp_path})
+        tree = await asyncio.to_thread(report, settings)
+    assert endpoint.bodies
+    assert SECRET not in json.dumps(tree)
+    assert tree["settings"]["validation"]["judge"]["url"].endswith("/v1?api_key=***")
+    assert "no account has the key ***" in tree["stopped_by"]
+    left = contents(tmp_path)
+    assert any("events.out.tfevents" in name for name in left)
+    assert [name for name, data in left.items() if SECRET.encode() in data] == []
+    assert SECRET not in "".join(capfd.readouterr())
+
+
+async def test_a_judge_that_hangs_ends_the_course_within_two_deadlines(base: Path) -> None:
+    async with serving(Endpoint(delay=60)) as endpoint:
+        judge = f"kind: llm, url: '{endpoint.url}', model: m, timeout: 30, deadline: 0.5, concurrency: 4"
+        settings = offline(
+            base,
+            "validation.rater=judge",
+            f"validation.judge={{{judge}}}",
+            "validation.evaluate_every=1",
+            "validation.warmstart={source: accepted, completions: 16}",
+        )
+        tree = await asyncio.to_thread(report, settings)
+    assert "has not answered once, 8 completions were given up in a row" in tree["stopped_by"]
+    assert "judge.deadline" in tree["stopped_by"]
+    assert len(endpoint.bodies) == 8  # of all that the stages and the learning would have asked
+    assert tree["steps"] == 0
+    assert tree["stages"][-1]["metrics"]["sampled"]["judge/report"]["mean"] is not None
 
 
 def test_groups_with_a_judge(base: Path) -> None:

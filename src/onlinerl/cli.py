@@ -97,6 +97,8 @@ def with_settings(verb: Callable[..., Any]) -> Callable[..., Any]:
         ]
         for name in ("host", "port", "feedback_port"):
             options.pop(name, None)
+        if isinstance(first := options.get("version"), str):
+            overrides, options["version"] = (first, *overrides), None
         settings = load_settings(file, [*overrides, *more], home=home)
         same = [*(["-c", str(file)] if file else []), *(["--home", str(home)] if home else []), *overrides]
         click.get_current_context().meta[SAME] = "".join(f" {shlex.quote(word)}" for word in same)
@@ -108,6 +110,21 @@ def with_settings(verb: Callable[..., Any]) -> Callable[..., Any]:
 policy_option = click.option("--policy", metavar="P", help="The policy; needed where there are several.")
 VERSION = click.IntRange(min=0, max=2**63 - 1)
 """Ids of versions: what the database's integers hold."""
+
+
+class VersionOrSetting(click.ParamType):  # type: ignore[type-arg]  # generic in new versions of click only
+    """An optional version before the overrides: a first word that is an override is none (`with_settings`
+    puts it where it belongs)."""
+
+    name = "version"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int | str:
+        """The id, or the override as it is."""
+        if isinstance(value, str) and "=" in value:
+            return value
+        return int(VERSION.convert(value, param, ctx))
+
+
 json_option = click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 
 
@@ -130,7 +147,9 @@ def opened(settings: Settings) -> Iterator[Database]:
 
 def empty(settings: Settings) -> bool:
     """Whether nothing was ever kept there. Looking must not make files."""
-    return settings.store.url is None and not (settings.home / "onlinerl.db").exists()
+    from onlinerl.store.database import file_of
+
+    return not file_of(settings.database_url).exists()
 
 
 def moment(seconds: float | None) -> str | None:
@@ -285,7 +304,8 @@ def _of(settings: Settings, policy: str | None, found: list[Version]) -> list[Ve
 def kept(settings: Settings) -> Iterator[Database]:
     """The database, where there is one already."""
     if empty(settings):
-        raise NotFound(f"there is no data in {settings.home} yet; start `onlinerl serve`, or choose --home")
+        where = settings.store.url or settings.home
+        raise NotFound(f"there is no data in {where} yet; start `onlinerl serve`, or choose --home")
     with opened(settings) as database:
         yield database
 
@@ -357,7 +377,7 @@ def rollback_version(settings: Settings, to: int | None, policy: str | None, as_
 
 
 @versions.command("verify")
-@click.argument("version", type=VERSION, required=False)
+@click.argument("version", type=VersionOrSetting(), required=False)
 @policy_option
 @json_option
 @with_settings

@@ -12,9 +12,19 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    PlainSerializer,
+    SerializationInfo,
+    ValidationError,
+    field_validator,
+    model_validator,
+)
 
 from onlinerl.errors import SettingsError
+from onlinerl.redaction import redacted_url
 
 POLICY_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 BUILTIN_MODEL = "fim-27m"
@@ -25,6 +35,17 @@ Fraction = Annotated[float, Field(ge=0, le=1)]
 Positive = Annotated[float, Field(gt=0)]
 Count = Annotated[int, Field(ge=1, lt=2**63)]
 Port = Annotated[int, Field(ge=0, le=65535)]
+WHOLE = {"secrets": "whole"}
+"""Context of a dump that is for a process and nobody else: `settings.model_dump_json(context=WHOLE)`. Every
+other dump may be published, so it has no secrets in it."""
+
+
+def _address(url: str, info: SerializationInfo) -> str:
+    return url if info.context == WHOLE else redacted_url(url)
+
+
+Address = Annotated[str, PlainSerializer(_address)]
+"""A URL, which may hold a key or a password."""
 
 
 class Node(BaseModel):
@@ -49,7 +70,7 @@ class Server(Node):
 class Store(Node):
     """Where interactions, feedback, versions and runs are kept."""
 
-    url: str | None = None
+    url: Address | None = None
     """SQLAlchemy URL of the database; default is SQLite in `home`."""
 
 
@@ -347,8 +368,9 @@ class Judge(Node):
     """reference: nearness to what the author wrote, less for broken syntax and repetition; similarity: ten
     times difflib's ratio, for reports; llm: a model behind an OpenAI-compatible chat endpoint, whose key is
     taken from the environment variable LLMASJUDGE_API_KEY alone."""
-    url: str | None = None
-    """Address of the endpoint, with or without `/chat/completions`; default is LLMASJUDGE_API_URL."""
+    url: Address | None = None
+    """Address of the endpoint, with or without `/chat/completions`; default is LLMASJUDGE_API_URL. What
+    may be a key in it (a user, a password, a query) is hidden in reports."""
     model: str | None = None
     """Name of the judging model; default is LLMASJUDGE_MODEL."""
     concurrency: Count = 8
@@ -357,6 +379,9 @@ class Judge(Node):
     """Seconds that one call may take."""
     attempts: Count = 6
     """Calls for one completion before it is given up: its sample is masked and counted."""
+    deadline: Positive = 120.0
+    """Seconds for the grade of one completion, all its calls and the waits between them included; then it is
+    given up."""
     wait: Annotated[float, Field(ge=0)] = 0.5
     """Seconds before the second attempt; doubled for each further one, with jitter."""
     wait_limit: Positive = 30.0

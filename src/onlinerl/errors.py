@@ -25,9 +25,15 @@ OnlineRLError
 
 from __future__ import annotations
 
+from onlinerl.redaction import redacted
+
 
 class OnlineRLError(Exception):
-    """Base of all. `str(error)` is one sentence that says what happened and what to do."""
+    """Base of all. `str(error)` is one sentence that says what happened and what to do; secrets in the URLs
+    that it quotes are hidden, since messages end up in logs and reports."""
+
+    def __init__(self, message: str = "") -> None:
+        super().__init__(redacted(message))
 
 
 class SettingsError(OnlineRLError):

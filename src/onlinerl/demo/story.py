@@ -27,7 +27,7 @@ import yaml
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from onlinerl.config import Settings
+from onlinerl.config import WHOLE, Settings
 from onlinerl.datasets import fim
 from onlinerl.datasets.fim import FimPrompt, Kind
 from onlinerl.datasets.simulate import Outcome, developers, play
@@ -129,7 +129,7 @@ def _remove(path: Path) -> None:
 
 def demo_settings(given: Settings) -> Settings:
     """The demo's defaults, overridden by whatever the person set."""
-    asked = given.model_dump(mode="json", exclude_unset=True)
+    asked = given.model_dump(mode="json", exclude_unset=True, context=WHOLE)
     names = list(asked.get("policies", {}))
     if names not in ([], [POLICY]):
         raise SettingsError(f"the demo has one policy named {POLICY!r}; the settings name {', '.join(names)}")
@@ -190,7 +190,7 @@ def run(settings: Settings, out: Path | None = None, *, budget: Budget | None = 
     out = settings.home if out is None else out
     out.mkdir(parents=True, exist_ok=True)
     file = settings.home / "demo.yaml"
-    file.write_text(yaml.safe_dump(settings.model_dump(mode="json"), sort_keys=False))
+    file.write_text(yaml.safe_dump(settings.model_dump(mode="json", context=WHOLE), sort_keys=False))
     (settings.home / "logs").mkdir(exist_ok=True)
     configure_logging(file=settings.home / "logs" / "demo.log")
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:

@@ -14,6 +14,7 @@ from pydantic import ValidationError
 
 from onlinerl.config import Settings
 from onlinerl.errors import OnlineRLError, SettingsError
+from onlinerl.redaction import redacted
 
 
 @click.command()
@@ -25,7 +26,7 @@ def main(policy: str, max_steps: int | None, follow: bool) -> None:
     try:
         settings = Settings.model_validate_json(os.environ.get("ONLINERL_SETTINGS", "{}"))
     except ValidationError as error:
-        click.echo(f"onlinerl: ONLINERL_SETTINGS: {error}", err=True)
+        click.echo(f"onlinerl: ONLINERL_SETTINGS: {redacted(str(error))}", err=True)
         sys.exit(2)
     from onlinerl.learning.run import outcome, train  # torch takes seconds: wrong settings should not
 

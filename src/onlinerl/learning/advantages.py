@@ -158,6 +158,7 @@ def advantages(
     limit: float,
     silent_expected: bool,
     normalise: bool = True,
+    expected: Sequence[float] | None = None,
 ) -> list[float]:
     """One number a sample. Samples that have no reward (`Scored.fault`) do not belong into `batch`.
 
@@ -167,7 +168,8 @@ def advantages(
     clipped to ±`limit`; std is that of the batch (population), and the batch's own mean is never taken
     off. Where the policy was silent at times (`silent_expected`) but neither the batch nor the baseline's
     memory holds a silent row, nothing is taken off at all: a mean over shown answers alone would make the
-    average shown answer worth 0, as much as silence, whatever τ says.
+    average shown answer worth 0, as much as silence, whatever τ says. `expected`: the means of its buckets
+    (`baseline.mean`), one a sample, where somebody has asked for them already.
 
     `group`: A = (r − mean) / (std + 1e-6) over the samples of the batch that share their request's id and
     their prompt (a request may bring several); std is that of a sample (n − 1). A group of one, or of equal
@@ -180,10 +182,12 @@ def advantages(
         return rewards
     if mode == "group":
         return _grouped([(scored.sample.id, scored.sample.prompt_ids) for scored in batch], rewards)
+    if expected is None:
+        expected = [baseline.mean(scored.sample, table.tau) for scored in batch]
     lacks_silent = silent_expected and baseline.silent == 0.0 and not any(s.sample.silent for s in batch)
     raw = [
-        reward - (0.0 if lacks_silent else baseline.mean(scored.sample, table.tau) - margin(stale))
-        for reward, scored, stale in zip(rewards, batch, staleness, strict=True)
+        reward - (0.0 if lacks_silent else mean - margin(stale))
+        for reward, mean, stale in zip(rewards, expected, staleness, strict=True)
     ]
     mean = sum(raw) / max(1, len(raw))
     std = math.sqrt(sum((a - mean) ** 2 for a in raw) / max(1, len(raw)))

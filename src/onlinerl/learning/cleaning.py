@@ -20,6 +20,7 @@ from collections import defaultdict, deque
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
+from typing import TypeVar
 
 from onlinerl import config
 from onlinerl.datasets.sources import LONGEST_LINE, generated, minified
@@ -61,6 +62,7 @@ MINUTE = 60.0
 SURE = 20
 """Verdicts by hand from which on their median delay says something."""
 _WORD = re.compile(r"\w+|\S")
+Key = TypeVar("Key")
 
 
 def around(prompt: str) -> tuple[str, str]:
@@ -84,7 +86,7 @@ def fault(sample: Sample, rules: config.Cleaning) -> str:
         return "encoding"
     if rules.languages and sample.language and sample.language not in rules.languages:
         return "language"
-    if sum(not character.isspace() for character in text) < rules.shortest:
+    if sum(map(len, text.split())) < rules.shortest:
         return "short"
     if rules.minified:
         if any(len(set(blob)) >= BLOB_KINDS for blob in BLOB.findall(text)):
@@ -135,6 +137,17 @@ def near(one: frozenset[int], other: frozenset[int], similarity: float) -> bool:
     return both >= similarity * (few + many - both)
 
 
+def prefix(place: frozenset[int], similarity: float) -> list[int]:
+    """The first |A| − ⌈s·|A|⌉ + 1 of a place's shingles in the order of their numbers.
+
+    Two places that are near have one of these in common, so only those that do must be compared (prefix
+    filtering: Chaudhuri et al., ICDE 2006; Bayardo et al., WWW 2007).
+    """
+    # A hair less, so that a product that is rounded up loses nobody: more are compared, none fewer.
+    least = math.ceil(similarity * len(place) - 1e-9)
+    return sorted(place)[: len(place) - least + 1]
+
+
 @dataclass(frozen=True, slots=True)
 class _Learned:
     """What is remembered of a sample."""
@@ -147,13 +160,54 @@ class _Learned:
     answer: tuple[int, ...]
 
 
+class _Own:
+    """What is remembered of one user, to be found by prompt and by place."""
+
+    def __init__(self, similarity: float) -> None:
+        self.order: deque[_Learned] = deque()
+        self._similarity = similarity
+        self._prompts: defaultdict[str, deque[_Learned]] = defaultdict(deque)
+        self._shingles: defaultdict[int, deque[_Learned]] = defaultdict(deque)
+
+    def add(self, one: _Learned) -> None:
+        self.order.append(one)
+        self._prompts[one.prompt].append(one)
+        for shingle in prefix(one.place, self._similarity):
+            self._shingles[shingle].append(one)
+
+    def forget_oldest(self) -> None:
+        one = self.order.popleft()
+        _forget_first(self._prompts, one.prompt)
+        for shingle in prefix(one.place, self._similarity):
+            _forget_first(self._shingles, shingle)
+
+    def same(self, prompt: str) -> Sequence[_Learned]:
+        return self._prompts.get(prompt, ())
+
+    def near(self, place: frozenset[int]) -> Iterable[_Learned]:
+        """Those at nearly that place, each once or more."""
+        for shingle in prefix(place, self._similarity):
+            for one in self._shingles.get(shingle, ()):
+                if near(one.place, place, self._similarity):
+                    yield one
+
+
+def _forget_first(index: dict[Key, deque[_Learned]], key: Key) -> None:
+    # Everything is in the order of time: what is the oldest of a user is the first wherever it stands.
+    index[key].popleft()
+    if not index[key]:
+        del index[key]
+
+
 class Recent:
     """The last samples that were learned from, `cleaning.window` of them over all users."""
 
     def __init__(self, rules: config.Cleaning) -> None:
         self.rules = rules
         self._order: deque[_Learned] = deque()
-        self._of: defaultdict[str, deque[_Learned]] = defaultdict(deque)
+        self._of: dict[str, _Own] = {}
+        self._here: tuple[str, frozenset[int]] = ("", frozenset())
+        """The prompt that was looked at last, and its place: one that is added was looked at just before."""
 
     @property
     def needed(self) -> bool:
@@ -175,9 +229,10 @@ class Recent:
         prompt, or for places that are nearly this one. The answers play no part.
         """
         rules = self.rules
-        mine = self._of.get(sample.user, ())
-        prompt = text_hash(sample.prompt)
-        same = [one for one in mine if one.prompt == prompt]
+        mine = self._of.get(sample.user)
+        if mine is None:
+            return ""
+        same = mine.same(text_hash(sample.prompt))
         if rules.copies > 0 and any(one.answer == sample.completion_ids for one in same):
             chance = math.exp(min(0.0, sum(sample.behavior_logprobs)))
             if len(same) * chance <= rules.copies:
@@ -187,26 +242,33 @@ class Recent:
         requests = {one.id for one in same} - {sample.id}
         if len(requests) >= rules.repeats:
             return "repeated"
-        if rules.similarity < 1.0 and len(mine) >= rules.repeats:
-            here = place(sample.prompt)
-            requests |= {one.id for one in mine if near(one.place, here, rules.similarity)}
-            if len(requests - {sample.id}) >= rules.repeats:
-                return "near_duplicate"
+        if rules.similarity < 1.0 and len(mine.order) >= rules.repeats:
+            for one in mine.near(self._place(sample.prompt)):
+                if one.id != sample.id:
+                    requests.add(one.id)
+                if len(requests) >= rules.repeats:
+                    return "near_duplicate"
         return ""
 
     def add(self, sample: Sample) -> None:
         """It is learned from; the oldest is forgotten where the window is full."""
-        one = _Learned(
-            sample.id, sample.user, text_hash(sample.prompt), place(sample.prompt), sample.completion_ids
-        )
+        here = self._place(sample.prompt)
+        one = _Learned(sample.id, sample.user, text_hash(sample.prompt), here, sample.completion_ids)
         self._order.append(one)
-        self._of[one.user].append(one)
+        if one.user not in self._of:
+            self._of[one.user] = _Own(self.rules.similarity)
+        self._of[one.user].add(one)
         if len(self._order) > self.rules.window:
             oldest = self._order.popleft()
             own = self._of[oldest.user]
-            own.popleft()  # both are in the order of time, so it is that user's oldest
-            if not own:
+            own.forget_oldest()
+            if not own.order:
                 del self._of[oldest.user]
+
+    def _place(self, prompt: str) -> frozenset[int]:
+        if self._here[0] != prompt:
+            self._here = (prompt, place(prompt))
+        return self._here[1]
 
 
 # ------------------------------------------------------------------------------------ bots and bursts
@@ -265,3 +327,25 @@ class Pace:
             return "bot"
         stretches = self._bursts.get(sample.user, ())
         return "burst" if any(first <= sample.at <= last for first, last in stretches) else ""
+
+
+# ------------------------------------------------------------------------------------------ all of them
+
+
+def sift(
+    samples: Sequence[Sample], rules: config.Cleaning, pace: Pace, recent: Recent
+) -> tuple[list[Sample], dict[str, list[Sample]]]:
+    """(those that are worth learning from, the others by their reason). `recent` gets to know the former.
+
+    The order counts: of repetitions the first stay. So give them in the order in which they were served.
+    """
+    kept: list[Sample] = []
+    left_out: defaultdict[str, list[Sample]] = defaultdict(list)
+    for sample in samples:
+        reason = fault(sample, rules) or pace.fault(sample) or recent.fault(sample)
+        if reason:
+            left_out[reason].append(sample)
+        else:
+            kept.append(sample)
+            recent.add(sample)
+    return kept, left_out

@@ -27,6 +27,8 @@ WATCH = 8
 many batches. What it costs is a third of a step; it moves slowly, and no version becomes one unmeasured
 (`Learner.inspect`)."""
 
+INSPECTED = 16
+"""Samples on which weights are judged before they become a version (`Learner.inspect`)."""
 JUDGED = ("kl", "entropy", "clip_fraction", "length", "veto_fraction")
 """Numbers of a step that the guards look at."""
 SUMS = ("tokens", "clipped", "weight", "weight_squared", "kl_reference", "kl_behaviour", "entropy")
@@ -158,7 +160,10 @@ class Learner:
             scores = self._score(self.policy, part)
             totals.add("tokens", scores.logprobs.numel())
             totals.add("entropy", scores.entropy.sum())
-            reference = self._reference(part, samples, scores.logprobs)
+            if not self.moved:
+                reference = scores.logprobs
+            else:
+                reference = part.behaviour if self._told(part, samples) else self._referred(part)
             totals.add("kl", losses.divergence(scores.logprobs, reference, part.behaviour).sum())
         tokens = max(1.0, totals.get("tokens"))
         numbers = {"kl": totals.get("kl") / tokens, "entropy": totals.get("entropy") / tokens}
@@ -263,10 +268,11 @@ class Learner:
             for part in whole:
                 part.reference = part.prox
             return True
-        if self.settings.kl == 0 and number % WATCH and not all(self._told(part, samples) for part in whole):
+        told = [self._told(part, samples) for part in whole]
+        if self.settings.kl == 0 and number % WATCH and not all(told):
             return False
-        for part in whole:
-            part.reference = self._reference(part, samples, None)
+        for part, known in zip(whole, told, strict=True):
+            part.reference = part.behaviour if known else self._referred(part)
         return True
 
     def _measure_trust(self, parts: Sequence[Part], samples: Sequence[Sample]) -> None:
@@ -294,12 +300,8 @@ class Learner:
             if judged
         )
 
-    def _reference(self, part: Part, samples: Sequence[Sample], policy: Tensor | None) -> Tensor:
-        """log π_ref of the judged tokens, [K]."""
-        if not self.moved and policy is not None:
-            return policy
-        if self._told(part, samples):
-            return part.behaviour
+    def _referred(self, part: Part) -> Tensor:
+        """log π_ref of the judged tokens, [K], by a forward pass of the reference."""
         if self._referee is None:
             self._referee = self._load(self.reference)
         with torch.no_grad():

@@ -49,6 +49,27 @@ def newest(c: Connection, policy: str, run: int, parent: int) -> Version:
     return own[-1] if own else versions.get(c, policy, parent)
 
 
+def pace_of(c: Connection, policy: str, settings: config.Policy, samples: Sequence[Sample]) -> cleaning.Pace:
+    """How fast the users of these samples judge, around the time of the samples."""
+    rules, trust = settings.cleaning, settings.trust
+    if not samples or trust.owner or (rules.per_minute is None and rules.fastest == 0):
+        return cleaning.Pace({}, {}, rules)
+    times = [sample.at for sample in samples]
+    judged = interactions.judged(
+        c,
+        policy=policy,
+        users={sample.user for sample in samples},
+        since=min(times) - PACE,
+        until=max(times) + PACE,
+    )
+    asked: defaultdict[str, dict[str, float]] = defaultdict(dict)
+    delays: defaultdict[str, list[float]] = defaultdict(list)
+    for one in judged:
+        asked[one.user][one.id] = one.at  # the choices of one request were judged together
+        delays[one.user].append(one.verdict_at - one.at)
+    return cleaning.Pace({user: tuple(ids.values()) for user, ids in asked.items()}, delays, rules)
+
+
 class Census:
     """How many users are active. Counting reads a week of verdicts, so it is done now and then."""
 
@@ -171,41 +192,13 @@ class DataReceiver(Worker[None, Sample]):
         """Those that are worth learning from; the others are dropped with their reason."""
         if not samples:
             return []
-        rules = self.settings.cleaning
-        pace = self._pace(samples)
-        kept: list[Sample] = []
-        left_out: defaultdict[str, list[tuple[str, int]]] = defaultdict(list)
-        for sample in samples:
-            reason = cleaning.fault(sample, rules) or pace.fault(sample) or self._recent.fault(sample)
-            if reason:
-                left_out[reason].append((sample.id, sample.index))
-            else:
-                kept.append(sample)
-                self._recent.add(sample)
+        with self.control.database.read() as c:
+            pace = pace_of(c, self.policy, self.settings, samples)
+        kept, left_out = cleaning.sift(samples, self.settings.cleaning, pace, self._recent)
         if left_out:
             now = time.time()
             with self.control.write() as c:
-                for reason, keys in left_out.items():
+                for reason, those in left_out.items():
+                    keys = [(sample.id, sample.index) for sample in those]
                     interactions.drop(c, keys, reason=reason, run=self.control.run.id, now=now)
         return kept
-
-    def _pace(self, samples: Sequence[Sample]) -> cleaning.Pace:
-        """How fast the users of these samples judge, around the time of the samples."""
-        rules, trust = self.settings.cleaning, self.settings.trust
-        if trust.owner or (rules.per_minute is None and rules.fastest == 0):
-            return cleaning.Pace({}, {}, rules)
-        times = [sample.at for sample in samples]
-        with self.control.database.read() as c:
-            judged = interactions.judged(
-                c,
-                policy=self.policy,
-                users={sample.user for sample in samples},
-                since=min(times) - PACE,
-                until=max(times) + PACE,
-            )
-        asked: defaultdict[str, dict[str, float]] = defaultdict(dict)
-        delays: defaultdict[str, list[float]] = defaultdict(list)
-        for one in judged:
-            asked[one.user][one.id] = one.at  # the choices of one request were judged together
-            delays[one.user].append(one.verdict_at - one.at)
-        return cleaning.Pace({user: tuple(ids.values()) for user, ids in asked.items()}, delays, rules)

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import socket
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from types import FrameType
+from typing import Any
 
 from sqlalchemy.engine import Connection
 
@@ -163,6 +165,12 @@ def _work(
             tau=run.tau,
             settings=mine.train.model_dump(mode="json"),
         )
+        if resumed:
+            with control.database.read() as c:
+                others = changed(runs.settings(c, run.id), mine)
+            if others:
+                text = f"goes on with settings that are not those it began with: {'; '.join(others)}"
+                log.event("warning", batch=trainer.batch, text=text)
         receiver = DataReceiver(
             control,
             policy,
@@ -189,7 +197,34 @@ def _work(
         raise
     if control.stopping:
         return _end(control, log, trainer, RunState.STOPPED, control.reason)
-    return _end(control, log, trainer, RunState.FINISHED, trainer.message or "no feedback is left")
+    return _end(control, log, trainer, RunState.FINISHED, trainer.message or _exhausted(run, trainer.batch))
+
+
+def _exhausted(run: Run, done: int) -> str:
+    """Why a run ended that nothing stopped."""
+    if run.last_batch is not None and done >= run.last_batch:
+        return f"the {done} steps that it was to make are done"
+    return "no feedback is left"
+
+
+def changed(before: str, now: config.Policy) -> list[str]:
+    """The settings of a policy (as JSON when its run began) that are others now, "name: old, now new".
+
+    Those that one of the two versions of this program does not know were changed by nobody.
+    """
+    found: list[str] = []
+
+    def compare(path: str, old: Mapping[str, Any], node: config.Node, new: Mapping[str, Any]) -> None:
+        for name in type(node).model_fields:
+            if name not in old:
+                continue
+            if isinstance(branch := getattr(node, name), config.Node):
+                compare(f"{path}{name}.", old[name], branch, new[name])
+            elif old[name] != new[name]:
+                found.append(f"{path}{name}: {json.dumps(old[name])}, now {json.dumps(new[name])}")
+
+    compare("", json.loads(before), now, now.model_dump(mode="json"))
+    return found
 
 
 def _resume(settings: config.Settings, control: Control, trainer: Trainer) -> Checkpoint | None:

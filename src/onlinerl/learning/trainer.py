@@ -28,25 +28,24 @@ from onlinerl.experiments.assignment import EXPLORE
 from onlinerl.flow.channel import Channel
 from onlinerl.flow.worker import Worker
 from onlinerl.learning import adapters, cleaning
-from onlinerl.learning.advantages import Baseline, advantages
+from onlinerl.learning.advantages import Baseline
 from onlinerl.learning.batches import PolicyModel, Scorer, Sibling
 from onlinerl.learning.checkpoints import Checkpoint, Checkpoints
 from onlinerl.learning.control import Control
 from onlinerl.learning.devices import device_of, dtype_of
 from onlinerl.learning.guards import Bands, dominance
-from onlinerl.learning.learner import Learner
+from onlinerl.learning.learner import INSPECTED, Learner
 from onlinerl.learning.log import RunLog
-from onlinerl.learning.receive import Census, lineage, newest
+from onlinerl.learning.receive import Census, lineage, newest, pace_of
 from onlinerl.learning.rewards import RewardTable
 from onlinerl.learning.rounding import changed, unchanged
+from onlinerl.learning.update import update
 from onlinerl.records import Batch, RunState, Sample, Scored, Verdict, Version, VersionState
 from onlinerl.store import interactions, runs, versions
 from onlinerl.weights import directory
 
 HELD = 64
 """Held-back samples on which a version's reward is estimated: the newest."""
-INSPECTED = 16
-"""Samples on which weights are judged before they become a version."""
 TRUSTWORTHY = 0.1
 """ESS / n under which the held-back estimate counts neither as a rise nor as none."""
 _DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
@@ -347,25 +346,18 @@ class Trainer(Worker[Scored, None]):
         began = time.perf_counter()
         numbers: dict[str, float] = {}
         if usable:
-            staleness = [sum(id > scored.sample.version for id in chain) for scored in usable]
-            advantage = advantages(
+            numbers = update(
+                self.learner,
                 usable,
-                mode=self.train.mode,
+                batch.number,
                 baseline=self.baseline,
                 table=self.table,
-                staleness=staleness,
-                limit=self.train.advantage_limit,
+                bands=self.bands,
+                staleness=[sum(id > scored.sample.version for id in chain) for scored in usable],
                 silent_expected=counts.silent > 0,
-                normalise=self.train.normalise,
-            )
-            numbers = self.learner.step(usable, advantage, self.bands, batch.number)
-            numbers["staleness"] = sum(staleness) / len(staleness)
-            numbers["baseline"] = sum(self.baseline.mean(s.sample, self.table.tau) for s in usable) / len(
-                usable
             )
             numbers["seconds"] = time.perf_counter() - began
             numbers |= _shares([scored.sample for scored in usable])
-            self.baseline.update(usable, self.table)
         numbers["samples"] = float(len(usable))
         numbers["unusable"] = float(len(batch.samples) - len(faulty) - len(usable))
         numbers |= {f"dropped/{reason}": float(count) for reason, count in dropped.items()}
@@ -500,17 +492,19 @@ class Trainer(Worker[Scored, None]):
             metrics |= self.learner.inspect(self._recent, self.bands)
         if self.train.patience and self.train.holdout:
             with self.control.database.read() as c:
-                held = [s for s in interactions.held(c, policy=self.policy, limit=HELD) if self._telling(s)]
+                aside = interactions.held(c, policy=self.policy, limit=HELD)
+                pace = pace_of(c, self.policy, self.settings, aside)
+            # What is not worth learning from measures nothing either.
+            recent = cleaning.Recent(self.settings.cleaning)
+            held, left_out = cleaning.sift(aside[::-1], self.settings.cleaning, pace, recent)
+            metrics["held_left_out"] = float(sum(map(len, left_out.values())))
+            held = [sample for sample in held if _usable(sample)]
             scored = [one for one in map(self.table.score, held) if not one.fault]
             if scored:
                 value, ess = self.learner.reward(scored)
                 metrics |= {"held_reward": value, "held_ess": ess, "held_samples": float(len(scored))}
                 self._watch(value, ess)
         return metrics
-
-    def _telling(self, sample: Sample) -> bool:
-        """Whether a held-back sample measures anything: what is not worth learning from does not."""
-        return _usable(sample) and not cleaning.fault(sample, self.settings.cleaning)
 
     def _watch(self, value: float, ess: float) -> None:
         if ess < TRUSTWORTHY:

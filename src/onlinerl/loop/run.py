@@ -14,7 +14,7 @@ import time
 from collections.abc import Mapping
 from pathlib import Path
 
-from onlinerl.config import Settings
+from onlinerl.config import WHOLE, Settings
 from onlinerl.errors import RunError
 
 SETTINGS_VARIABLE = "ONLINERL_SETTINGS"
@@ -32,9 +32,9 @@ def command(policy: str, *, max_steps: int | None = None, follow: bool = False) 
 
 
 def environment(settings: Settings) -> dict[str, str]:
-    """This process's environment plus the settings, with `home` made absolute."""
+    """This process's environment plus the settings, secrets included, with `home` made absolute."""
     absolute = settings.model_copy(update={"home": settings.home.resolve()})
-    return child_environment({SETTINGS_VARIABLE: absolute.model_dump_json()})
+    return child_environment({SETTINGS_VARIABLE: absolute.model_dump_json(context=WHOLE)})
 
 
 def child_environment(extra: Mapping[str, str]) -> dict[str, str]:

@@ -33,6 +33,25 @@ GAP = 0.001
 """Seconds that a busy Writer leaves between two transactions, so that other processes can write too."""
 
 
+def file_of(url: str) -> Path:
+    """The file of a database, which need not exist. Raises SettingsError as `Database.open`."""
+    return Path(_parse(url).database or "")
+
+
+def _parse(url: str) -> sa.URL:
+    try:
+        parsed = sa.make_url(url)
+    except (ArgumentError, ValueError):  # ValueError: a port that is no number
+        # Not quoted: nobody can tell where in it a password stands.
+        raise SettingsError("store.url is not a database URL; write sqlite:////path/to/file.db") from None
+    ours = parsed.drivername in ("sqlite", "sqlite+pysqlite")
+    if not ours or not parsed.database or parsed.database == ":memory:":
+        raise SettingsError(
+            f"store.url {parsed.render_as_string()!r} is not supported: write sqlite:////path/to/file.db"
+        )
+    return parsed
+
+
 class Database:
     """A SQLite file in WAL mode, shared by all processes of one installation.
 
@@ -52,18 +71,8 @@ class Database:
         Safe when several processes do it at once. Raises SettingsError for a URL that is none or not
         SQLite's, StoreError when the file is broken, not ours, or made by a newer onlinerl.
         """
-        try:
-            parsed = sa.make_url(url)
-        except ArgumentError:
-            raise SettingsError(
-                f"store.url {url!r} is not a database URL; write sqlite:////path/to/file.db"
-            ) from None
-        ours = parsed.drivername in ("sqlite", "sqlite+pysqlite")
-        if not ours or not parsed.database or parsed.database == ":memory:":
-            raise SettingsError(
-                f"store.url {parsed.render_as_string()!r} is not supported: write sqlite:////path/to/file.db"
-            )
-        folder = Path(parsed.database).parent
+        parsed = _parse(url)
+        folder = file_of(url).parent
         try:
             folder.mkdir(parents=True, exist_ok=True)
         except OSError as error:

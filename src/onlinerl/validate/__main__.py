@@ -18,6 +18,7 @@ from pydantic import ValidationError
 
 from onlinerl.config import Settings, load_settings
 from onlinerl.errors import OnlineRLError, SettingsError
+from onlinerl.redaction import redacted
 
 VARIABLE = "ONLINERL_SETTINGS"
 
@@ -39,13 +40,16 @@ def main() -> int:
 
         tree = run(settings, quiet=options.json)
     except (SettingsError, ValidationError) as error:
-        print(f"onlinerl: {error}", file=sys.stderr)
+        print(f"onlinerl: {redacted(str(error))}", file=sys.stderr)
         return 2
     except OnlineRLError as error:
         print(f"onlinerl: {error}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
-        print("onlinerl: interrupted; there is no report, and log.jsonl has the steps", file=sys.stderr)
+        print(
+            "onlinerl: interrupted: this run has no report, and its steps, if any, are in log.jsonl",
+            file=sys.stderr,
+        )
         return 130
     if options.json:
         print(json.dumps(tree, indent=1))

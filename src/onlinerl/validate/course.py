@@ -10,42 +10,38 @@ from __future__ import annotations
 import asyncio
 import random
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
-from transformers.utils import logging as transformers_logging
 
 from onlinerl import config
 from onlinerl.datasets.fim import FimPrompt
 from onlinerl.errors import GuardTripped, JudgeError, RunError, SettingsError
 from onlinerl.learning import memory
-from onlinerl.learning.advantages import Baseline, advantages
+from onlinerl.learning.advantages import Baseline
 from onlinerl.learning.batches import PolicyModel, Scorer, Sibling
-from onlinerl.learning.devices import device_of, dtype_of, threads_of
 from onlinerl.learning.guards import Bands, dominance
 from onlinerl.learning.judges import Judge, make_judge
-from onlinerl.learning.learner import Learner
+from onlinerl.learning.learner import INSPECTED, Learner
 from onlinerl.learning.log import RunLog
 from onlinerl.learning.rewards import RewardTable, auto_tau
+from onlinerl.learning.update import update
 from onlinerl.records import Sample, Scored, Verdict
-from onlinerl.validate import data, evaluate, forgetting, starts, warmstart
-from onlinerl.validate.engine import LocalEngine
+from onlinerl.validate import evaluate, forgetting, starts, warmstart
 from onlinerl.validate.evaluate import Scores
+from onlinerl.validate.ground import Ground
 from onlinerl.validate.raters import JudgeRater, Rater, UserRater, reported
-from onlinerl.validate.report import Point, Report, Stage
-from onlinerl.validate.rollouts import Answer, Rollouts
+from onlinerl.validate.report import Point, Report, Stage, libraries
+from onlinerl.validate.rollouts import Answer
 from onlinerl.validate.starts import Start
 
 TAU_COMPLETIONS = 128
 """Completions of the start's weights that τ under `auto` is measured on."""
-INSPECTED = 16
-"""Samples on which weights are judged before they become a version."""
-SCORES = "judge-scores.jsonl"
-"""File of the LLM judges' grades, which no later run pays for again."""
 SHOWN = 8
 """Answers that the report shows for each stage."""
 
@@ -77,6 +73,7 @@ def check(settings: config.Settings) -> None:
     mine, policy = settings.validation, settings.policies[policy_of(settings)]
     train = policy.train
     reported(mine)
+    RewardTable.of(policy.rewards, 0.0)
     if isinstance(policy.exploration.users, tuple):
         raise SettingsError("exploration.users: a validation explores for `all` of its users or `none`")
     if policy.sampling.temperature < train.temperature_floor:
@@ -115,31 +112,21 @@ class Course:
     """One offline run. `go` runs it and gives its report; the weights are then the last good ones."""
 
     def __init__(
-        self, settings: config.Settings, model: Path, log: RunLog, starts: Path | None = None
+        self, settings: config.Settings, ground: Ground, log: RunLog, starts: Path | None = None
     ) -> None:
-        self.starts = starts
         self.settings = settings.validation
-        self.name = policy_of(settings)
+        self.ground = ground
+        self.name = ground.name
         self.policy = settings.policies[self.name]
         self.train = self.policy.train
-        self.model = model
         self.log = log
-        self.clock = Clock()
-        scores = settings.home / "validation" / SCORES
-        self.judge = make_judge(self.settings.judge, scores)
-        self.report_judge = make_judge(self.settings.report_judge, scores)
-        transformers_logging.disable_progress_bar()  # type: ignore[no-untyped-call]
-        threads = threads_of(self.train)
-        torch.set_num_threads(threads)
-        self.device = device_of(self.train)
-        self.dtype = dtype_of(self.train, self.device)
-        self.engine = LocalEngine(
-            self.policy.engine,
-            batch=self.train.batch,
-            threads=threads,
-            quantise=self.settings.quantise == "int8",
-        )
-        self.rollouts = Rollouts(self.engine, model, self.name, seed=self.settings.seed)
+        self.starts = starts
+        self.clock = Clock({"load": ground.seconds})
+        self.engine = ground.engine
+        self.rollouts = ground.rollouts
+        self.live = ground.live
+        self.test = list(ground.test)
+        self.judge, self.report_judge = ground.judge, ground.report_judge
         self.runner = asyncio.Runner()
         self.tastes = reported(self.settings)
         self.rater: Rater = (
@@ -170,50 +157,33 @@ class Course:
         self.tau_report = 0.0
         self._versions: dict[int, dict[str, Tensor]] = {}
         self._models: dict[str, PolicyModel] = {}
-        self._base_scores: dict[str, Scores] = {}
+        self._base: Start
+        self._last: Start
+        """What the last stage measured."""
         self._pool: list[Sample] = []
         self._recent: list[Sample] = []
-        self._prompts: Iterator[FimPrompt]
+        self._prompts = _forever(ground.train, self.settings.seed)
         self._explorer = random.Random(f"{self.settings.seed}/explore")
 
     def close(self) -> None:
-        """End the engine."""
-        self.engine.stop()
+        """Give the event loop back."""
         self.runner.close()
 
     # ------------------------------------------------------------------------------------ the course
 
     def go(self) -> Report:
         """Raises OnlineRLError where there is nothing to report; a guard or a failing judge only ends it."""
-        with self.clock.spend("load"):
-            self.engine.read(0, self.model)
-            self.live = PolicyModel.load(
-                self.model,
-                self.device,
-                self.dtype,
-                self.train.lora,
-                self.train.seed,
-                compile=self.train.compile,
-            )
-            if self.settings.quantise != "none":
-                self._replace_start()  # what was read from the folder is not rounded
-            split = data.load(self.settings)
-        longest = self.policy.sampling.max_tokens
-        train = self.rollouts.fitting(split.train, longest)
-        test = self.rollouts.fitting(split.test, longest)
-        if not train or not test:
-            raise SettingsError(
-                "no prompt leaves room for its answer in the context: lower validation.characters or "
-                "sampling.max_tokens"
-            )
-        self.test = test
-        self.account = {**split.account, "too_long": len(split.train) + len(split.test) - len(train + test)}
-        self._prompts = _forever(train, self.settings.seed)
+        for text in self.live.fallbacks:
+            self.log.event("warning", batch=0, text=text)
+        if self.settings.quantise != "none":
+            self._replace_start()  # what was read from the folder is not rounded
         self._stage("base", 0)
+        # Sampled from it or not (`starts`): the engine goes on with nothing in its caches, to the last digit.
+        self._replace_start()
         message, ended = "", "all completions are used"
         try:
             if self.settings.warmstart.source != "none":
-                self._warm_start(train)
+                self._warm_start()
             self.learner = Learner(self.live, self.train, reference=0, load=self._load)
             self._versions[0] = self._snapshot()
             self.tau = self._tau()
@@ -227,8 +197,6 @@ class Course:
         else:
             steps = self.step
         self._publish()
-        if self.settings.evaluate_every and self.step % self.settings.evaluate_every:
-            self._point()
         self._stage("RL", self.step)
         self.log.event("end", batch=steps, message=ended)
         return self._report(steps, message, ended)
@@ -276,29 +244,26 @@ class Course:
         one_voice = dominance([one.sample.user for one in whole], trust.dominance) if few else ""
         if one_voice:
             raise GuardTripped(one_voice)
-        self.bands.rewards(whole)
         batch = [one for one in whole if not one.fault]
         self.faults += len(whole) - len(batch)
-        staleness = [self._staleness(scored.sample) for scored in batch]
+        self.bands.rewards(whole)
         self.silent_seen |= any(scored.sample.silent for scored in batch)
-        with self.clock.spend("training"):
-            advantage = advantages(
-                batch,
-                mode=self.train.mode,
-                baseline=self.baseline,
-                table=self.table,
-                staleness=staleness,
-                limit=self.train.advantage_limit,
-                silent_expected=self.silent_seen,
-                normalise=self.train.normalise,
-            )
-            numbers = self.learner.step(batch, advantage, self.bands, self.step + 1)
-            numbers["baseline"] = sum(self.baseline.mean(s.sample, self.tau) for s in batch) / len(batch)
-            self.baseline.update(batch, self.table)
+        numbers: dict[str, float] = {}
+        if batch:
+            with self.clock.spend("training"):
+                numbers = update(
+                    self.learner,
+                    batch,
+                    self.step + 1,
+                    baseline=self.baseline,
+                    table=self.table,
+                    bands=self.bands,
+                    staleness=[self._staleness(scored.sample) for scored in batch],
+                    silent_expected=self.silent_seen,
+                )
+            self._recent = [scored.sample for scored in batch[:INSPECTED]]
         self.step += 1
-        numbers["staleness"] = sum(staleness) / len(staleness)
         numbers["completions"] = float(self.completions)
-        self._recent = [scored.sample for scored in batch[:INSPECTED]]
         self.log.step(self.step, numbers, [f"{one.sample.id}/{one.sample.index}" for one in batch])
 
     # -------------------------------------------------------------------------------------- versions
@@ -340,7 +305,7 @@ class Course:
             return Sibling(self.live, self._versions[version])
         kind = "first" if version == 0 else "reference"
         if kind not in self._models:
-            self._models[kind] = PolicyModel.load(self.model, self.device, self.dtype)
+            self._models[kind] = PolicyModel.load(self.ground.model, self.ground.device, self.ground.dtype)
         model = self._models[kind]
         self._restore(model, self._versions[version])
         return model
@@ -397,7 +362,8 @@ class Course:
         seen = self.rater.seen - before
         return auto_tau(seen["accepted"], seen["opportunities"], self.policy.rewards.tau_limit)
 
-    def _warm_start(self, train: list[FimPrompt]) -> None:
+    def _warm_start(self) -> None:
+        train = self.ground.train
         settings = self.settings.warmstart
         sampling = self.policy.sampling
         if settings.source == "accepted":
@@ -412,10 +378,12 @@ class Course:
                 )
             rated = self.runner.run(self.rater.rate(answers))
             samples = [one for one in rated if one.verdict is Verdict.ACCEPTED]
+            if not samples:
+                raise RunError(
+                    f"the warm start found nothing to learn from: none of {len(rated)} answers was accepted"
+                )
         else:
-            samples = warmstart.read(Path(settings.source), self.rollouts, sampling.max_tokens)
-        if not samples:
-            raise RunError(f"the warm start found nothing to learn from ({settings.source})")
+            samples = list(self.ground.taught)
         with self.clock.spend("warm start"):
             likelihood = warmstart.fine_tune(
                 self.live,
@@ -453,61 +421,75 @@ class Course:
 
     def _stage(self, name: str, step: int, samples: int = 0) -> None:
         """Measure the engine's weights on all held-out prompts."""
-        self.log.note(f"measuring {name} on {len(self.test)} held-out prompts")
-        with self.clock.spend("evaluation"):
-            found = self._start() if name == "base" else self._measured()
-        scores, losses = found.scores, found.losses
-        if not self._base_scores:
-            self._base_scores = dict(scores)
-            accept = scores["sampled"].columns["accept"]
+        if name == "base":
+            found = self._base = self._measured_before()
+            accept = found.scores["sampled"].columns["accept"]
             given = self.settings.tau_report
             self.tau_report = 0.5 * sum(accept) / len(accept) if given is None else given
+        elif name == "RL" and step == 0:
+            found = self._last  # the weights have not moved since
+        else:
+            found = self._measured(name)
+        self._last = found
+        scores = found.scores
         made = Stage(
             name=name,
             step=step,
             completions=self.completions,
             samples=samples,
             metrics={how: one.estimates(self.tau_report) for how, one in scores.items()},
-            gains={
-                how: one.gains(self._base_scores[how], self.tau_report)
-                for how, one in scores.items()
-                if one is not self._base_scores[how]
-            },
-            losses=losses,
+            gains={}
+            if name == "base"
+            else {how: one.gains(self._base.scores[how], self.tau_report) for how, one in scores.items()},
+            losses=found.losses,
             examples=scores["greedy"].examples,
         )
         self.stages.append(made)
-        if name == "base" and self.settings.evaluate_every:
-            few = self.settings.evaluate_prompts
-            self._add_point({how: one.first(few) for how, one in scores.items()})
+        every = self.settings.evaluate_every
+        if every and (name == "base" or (name == "RL" and step % every)):
+            self._add_point({how: one.first(self.settings.evaluate_prompts) for how, one in scores.items()})
         self.log.event("stage", stage=name, step=step, **made.summary())
 
-    def _measured(self) -> Start:
-        scores = {
-            "greedy": self._scores(self.test, 0.0, SHOWN),
-            "sampled": self._scores(self.test, self.temperature, SHOWN),
-        }
-        return Start(scores, self._losses())
+    def _measured(self, name: str) -> Start:
+        self.log.note(f"measuring {name} on {len(self.test)} held-out prompts")
+        with self.clock.spend("evaluation"):
+            scores = {
+                "greedy": self._scores(self.test, 0.0, SHOWN),
+                "sampled": self._scores(self.test, self.temperature, SHOWN),
+            }
+            return Start(scores, self._losses())
 
-    def _start(self) -> Start:
+    def _measured_before(self) -> Start:
         """The base's measure: that of another run which began alike, where there was one."""
         if self.starts is None:
-            return self._measured()
-        sampling = self.policy.sampling
-        mine = self.settings
-        facts = {
-            "sampling": [self.temperature, sampling.top_p, sampling.max_tokens, mine.seed],
-            "numbers": [self.device.type, str(self.dtype), self.policy.engine.dtype, mine.quantise],
-            "judges": [mine.judge.model_dump(mode="json"), mine.report_judge.model_dump(mode="json")],
-            "tastes": repr(self.tastes),
-            "forgetting": mine.forgetting_prompts,
-        }
-        key = starts.name(self.model, self.test, facts)
-        found = starts.read(self.starts, key)
+            return self._measured("base")
+        key = starts.name(self.ground.model, self.test, self._facts())
+        found = starts.read(self.starts, key, self.test)
         if found is None:
-            found = self._measured()
+            found = self._measured("base")
             starts.keep(self.starts, key, found)
         return found
+
+    def _facts(self) -> dict[str, Any]:
+        """What a measurement of the base depends on beside the model and the prompts: what is sampled and by
+        which numbers, and who judges it."""
+        sampling, mine, train = self.policy.sampling, self.settings, self.train
+        judges = ((mine.judge, self.judge), (mine.report_judge, self.report_judge))
+        return {
+            "sampling": [self.temperature, sampling.top_p, sampling.max_tokens, mine.seed],
+            "engine": [self.engine.settings.model_dump(mode="json"), mine.quantise],
+            "trainer": [
+                self.ground.device.type,
+                str(self.ground.dtype),
+                train.compile,
+                train.lora.model_dump(mode="json"),
+                torch.get_num_threads(),
+            ],
+            "judges": [[settings.model_dump(mode="json"), judge.name] for settings, judge in judges],
+            "tastes": repr(self.tastes),
+            "forgetting": mine.forgetting_prompts,
+            "libraries": libraries(),
+        }
 
     def _losses(self) -> dict[str, forgetting.Loss]:
         """What the live weights forgot: the losses on plain code and on the authors' middles."""
@@ -564,12 +546,12 @@ class Course:
             left_out=left_out,
             judges={"train": self.judge.name, "report": self.report_judge.name},
             judge_faults=self.faults_of_judges,
-            data=self.account,
+            data=self.ground.account,
             seconds=self.clock.seconds,
         )
 
 
-def _forever(prompts: list[FimPrompt], seed: int) -> Iterator[FimPrompt]:
+def _forever(prompts: Sequence[FimPrompt], seed: int) -> Iterator[FimPrompt]:
     """The prompts, in another order in each epoch."""
     epoch = 0
     while True:

@@ -58,6 +58,8 @@ class LocalEngine:
                 "prefill": max(settings.prefill, PREFILL[kind]),
             }
         )
+        self.settings = settings
+        """What it was asked for, with the sizes that it has."""
         self._quantise = quantise
         self._failure: BaseException | None = None
         self._broken = threading.Event()

@@ -133,12 +133,12 @@ def users_of(settings: config.Validation) -> tuple[User, ...]:
 def reported(settings: config.Validation) -> list[Taste]:
     """Tastes that the report's accept rate is of. Raises SettingsError."""
     own = (user.taste for user in users_of(settings))
-    return tastes_of(settings.report_tastes) or list(dict.fromkeys(own))
+    return tastes_of(settings.report_tastes, "report_tastes") or list(dict.fromkeys(own))
 
 
-def tastes_of(names: Sequence[str]) -> list[Taste]:
+def tastes_of(names: Sequence[str], setting: str = "tastes") -> list[Taste]:
     """Tastes by name. Raises SettingsError for one that there is not."""
     for name in names:
         if name not in TASTES:
-            raise SettingsError(f"validation.tastes: no taste {name!r}; there are {', '.join(TASTES)}")
+            raise SettingsError(f"validation.{setting}: no taste {name!r}; there are {', '.join(TASTES)}")
     return [TASTES[name] for name in names]

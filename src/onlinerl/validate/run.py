@@ -6,7 +6,7 @@ import contextlib
 import fcntl
 import shutil
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,11 +14,12 @@ from rich.console import Console
 from rich.table import Table
 
 from onlinerl import config
-from onlinerl.datasets.fim import LONGEST_MIDDLE
+from onlinerl.datasets.fim import FimPrompt
 from onlinerl.errors import RunBusy, RunError
-from onlinerl.learning.judges import estimate
+from onlinerl.learning.judges import CHARACTERS_PER_TOKEN, estimate
 from onlinerl.learning.log import RunLog
 from onlinerl.validate.course import Course, check, policy_of
+from onlinerl.validate.ground import Ground, laid
 from onlinerl.validate.report import COLUMNS, Report, shown
 from onlinerl.validate.save import save, staged
 from onlinerl.weights.models import resolve_model
@@ -28,18 +29,19 @@ def run(settings: config.Settings, *, quiet: bool = False, starts: Path | None =
     """Do what `settings.validation` says; returns what report.json holds.
 
     `quiet`: nothing on standard output. `starts`: folder of what models were worth before they learned, for
-    runs that begin alike: the first measures it. An older report of the same name is replaced. Raises
-    SettingsError, ModelError, RunError, RunBusy where another run of that name goes on; a guard that trips is
-    no error here: the report tells it.
+    runs that begin alike: the first measures it. An older report of the same name is replaced, once all that
+    this run needs was found to be good. Raises SettingsError, ModelError, RunError, RunBusy where another run
+    of that name goes on; a guard that trips is no error here: the report tells it.
     """
     check(settings)
     mine = settings.validation
-    model = resolve_model(settings.policies[policy_of(settings)].model)
+    name = policy_of(settings)
+    model = resolve_model(settings.policies[name].model)
     folder = settings.home / "validation" / mine.name
     saving = contextlib.nullcontext() if mine.save is None else staged(mine.save)
     try:
-        with _alone(folder), saving as staging:
-            return _run(settings, model, folder, staging, quiet=quiet, starts=starts)
+        with _alone(folder), saving as staging, laid(settings, model, name) as ground:
+            return _run(settings, ground, folder, staging, quiet=quiet, starts=starts)
     except OSError as error:  # the disk is full, or may not be written to
         raise RunError(f"the files of the run: {error}") from error
 
@@ -60,7 +62,7 @@ def _alone(folder: Path) -> Iterator[None]:
 
 def _run(
     settings: config.Settings,
-    model: Path,
+    ground: Ground,
     folder: Path,
     staging: Path | None,
     *,
@@ -71,17 +73,17 @@ def _run(
     for old in ("report.json", "report.md", "curve.png", "log.jsonl"):
         (folder / old).unlink(missing_ok=True)
     shutil.rmtree(folder / "tensorboard", ignore_errors=True)
-    batch = settings.policies[policy_of(settings)].train.batch
+    batch = settings.policies[ground.name].train.batch
     with RunLog(folder, total=mine.completions // batch) as log:
-        for words in costs(settings):
+        for words in costs(settings, ground):
             log.event("cost", text=words)
             print(words, file=sys.stderr)
-        course = Course(settings, model, log, starts)
+        course = Course(settings, ground, log, starts)
         try:
             report = course.go()
-            tree = report.write(folder, settings, course.device)
+            tree = report.write(folder, settings, ground.device)
             if mine.save is not None and staging is not None:
-                save(model, course.tensors(), staging, mine.save)
+                save(ground.model, course.tensors(), staging, mine.save)
         except KeyboardInterrupt:
             log.event("end", batch=course.step, message="interrupted")
             raise
@@ -92,23 +94,39 @@ def _run(
     return tree
 
 
-def costs(settings: config.Settings) -> list[str]:
-    """What the LLM judges will cost at most, a sentence each; [] where none is asked."""
+def costs(settings: config.Settings, ground: Ground) -> list[str]:
+    """What the LLM judges will cost at most, a sentence each; [] where none is asked.
+
+    By the lengths of the very prompts; of an answer's nothing is known but its most tokens.
+    """
     mine = settings.validation
-    policy = settings.policies[policy_of(settings)]
+    policy = settings.policies[ground.name]
     steps = mine.completions // policy.train.batch
-    points = steps // mine.evaluate_every + 2 if mine.evaluate_every else 0
-    stages = 3 if mine.warmstart.source != "none" else 2
-    held_out = 2 * (stages * mine.test_prompts + points * mine.evaluate_prompts)
+    warm = mine.warmstart.source
+    stages = 1 + (warm != "none") + (steps > 0)  # what has not moved is not measured again
+    points = steps // mine.evaluate_every if mine.evaluate_every else 0  # the first is of the base's answers
+    answer = policy.sampling.max_tokens * CHARACTERS_PER_TOKEN
+
+    def asked(*kinds: tuple[Sequence[FimPrompt], float]) -> tuple[int, float]:
+        """(pairs, their mean characters) of prompts that get so many answers each."""
+        pairs = sum(times * len(prompts) for prompts, times in kinds)
+        characters = sum(
+            times * sum(len(p.prefix) + len(p.suffix) + len(p.middle) for p in prompts)
+            for prompts, times in kinds
+        )
+        return round(pairs), characters / pairs + answer
+
+    held_out = ((ground.test, 2 * stages), (ground.test[: mine.evaluate_prompts], 2 * points))
     learned = mine.completions if mine.rater == "judge" else 0
-    if mine.rater == "judge" and mine.warmstart.source == "accepted":
+    if mine.rater == "judge" and warm == "accepted":
         learned += mine.warmstart.completions
-    # what the author wrote and the completion stand in the question too
-    characters = mine.characters + 2 * LONGEST_MIDDLE
-    asked = (("to train", mine.judge, learned + held_out), ("to report", mine.report_judge, held_out))
+    judges = (
+        ("to train", mine.judge, asked(*held_out, (ground.train, learned / len(ground.train)))),
+        ("to report", mine.report_judge, asked(*held_out)),
+    )
     return [
         f"judge {words}: {estimate(judge, pairs, characters).words}"
-        for words, judge, pairs in asked
+        for words, judge, (pairs, characters) in judges
         if judge.kind == "llm"
     ]
 

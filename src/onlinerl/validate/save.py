@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 
 import torch
@@ -35,11 +35,16 @@ def staged(folder: Path) -> Iterator[Path]:
         shutil.rmtree(staging, ignore_errors=True)
 
 
+def check_writable(model: Path, names: Collection[str]) -> None:
+    """Raise ModelError when `save` could not write tensors of these `names` as a copy of `model`."""
+    _formats(model, names)
+
+
 def save(model: Path, tensors: Mapping[str, Tensor], staging: Path, folder: Path) -> None:
     """Write `tensors` as a copy of the model in `model`: its names, its number formats, its other files.
 
     `staging` (of `staged`) becomes `folder`, which appears whole or not at all. Raises RunError when that
-    fails, and ModelError for a format that cannot be written back.
+    fails, and ModelError as `check_writable` does.
     """
     try:
         _write(model, tensors, staging)
@@ -49,13 +54,26 @@ def save(model: Path, tensors: Mapping[str, Tensor], staging: Path, folder: Path
 
 
 def _write(model: Path, tensors: Mapping[str, Tensor], staging: Path) -> None:
-    out: dict[str, Tensor] = {}
+    out = {
+        name: tensors[name].detach().to("cpu", dtype).contiguous()
+        for name, dtype in _formats(model, tensors.keys()).items()
+    }
     for name in model_files(model):
-        if name.endswith(".safetensors"):
-            for place in read_header((model / name).resolve()):
-                if place.name not in tensors or place.dtype not in DTYPES:
-                    raise ModelError(f"tensor {place.name} ({place.dtype}) cannot be written back")
-                out[place.name] = tensors[place.name].detach().to("cpu", DTYPES[place.dtype]).contiguous()
-        elif name != INDEX:  # all weights go into one file
+        if not name.endswith(".safetensors") and name != INDEX:  # all weights go into one file
             shutil.copyfile(model / name, staging / name)
     save_file(out, staging / "model.safetensors", metadata={"format": "pt"})
+
+
+def _formats(model: Path, names: Collection[str]) -> dict[str, torch.dtype]:
+    """Number format of each tensor in the files of `model`."""
+    found: dict[str, torch.dtype] = {}
+    for file in model_files(model):
+        if not file.endswith(".safetensors"):
+            continue
+        for place in read_header((model / file).resolve()):
+            if place.name not in names or place.dtype not in DTYPES:
+                raise ModelError(
+                    f"validation.save: tensor {place.name} ({place.dtype}) cannot be written back"
+                )
+            found[place.name] = DTYPES[place.dtype]
+    return found

@@ -8,7 +8,6 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-import pickle
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -24,6 +23,7 @@ class Start:
     """Made by a course, eaten by it and by later ones that begin alike."""
 
     scores: Mapping[str, Scores]
+    """By `greedy` and `sampled`."""
     losses: Mapping[str, Loss]
 
 
@@ -35,20 +35,35 @@ def name(model: Path, prompts: Sequence[FimPrompt], facts: Mapping[str, Any]) ->
     return hashlib.sha256(json.dumps(everything, sort_keys=True).encode()).hexdigest()
 
 
-def read(folder: Path, key: str) -> Start | None:
-    """The start of that name, if it was kept. `folder` holds pickles: it is this program's own."""
+def read(folder: Path, key: str, prompts: Sequence[FimPrompt]) -> Start | None:
+    """The start of that name and of these prompts, if it was kept."""
     try:
-        with (folder / key).open("rb") as file:
-            found: Start = pickle.load(file)
-            return found
+        tree = json.loads((folder / f"{key}.json").read_text(encoding="utf-8"))
     except FileNotFoundError:
         return None
+    scores = {
+        how: Scores(
+            tuple(prompts),
+            {column: tuple(values) for column, values in one["columns"].items()},
+            examples=tuple((completion, author) for completion, author in one["examples"]),
+        )
+        for how, one in tree["scores"].items()
+    }
+    return Start(scores, {which: Loss(*loss) for which, loss in tree["losses"].items()})
 
 
 def keep(folder: Path, key: str, start: Start) -> None:
-    """Keep it; the file appears whole or not at all."""
+    """Keep it, if no judge failed: an endpoint that is down may be up for the next run. The file appears
+    whole or not at all."""
+    if any(one.faults for one in start.scores.values()):
+        return
+    tree = {
+        "scores": {
+            how: {"columns": dict(one.columns), "examples": one.examples} for how, one in start.scores.items()
+        },
+        "losses": dict(start.losses),
+    }
     folder.mkdir(parents=True, exist_ok=True)
     partial = folder / f"{key}.{os.getpid()}"
-    with partial.open("wb") as file:
-        pickle.dump(start, file)
-    partial.replace(folder / key)
+    partial.write_text(json.dumps(tree), encoding="utf-8")
+    partial.replace(folder / f"{key}.json")

@@ -7,10 +7,11 @@ from pathlib import Path
 from onlinerl import config
 from onlinerl.learning.judges.base import HIGHEST, Judge, Judgement, SimilarityJudge
 from onlinerl.learning.judges.cache import ScoreCache
-from onlinerl.learning.judges.llm import Estimate, LLMJudge, estimate
+from onlinerl.learning.judges.llm import CHARACTERS_PER_TOKEN, Estimate, LLMJudge, estimate
 from onlinerl.learning.judges.reference import ReferenceJudge
 
 __all__ = [
+    "CHARACTERS_PER_TOKEN",
     "HIGHEST",
     "Estimate",
     "Judge",

@@ -30,6 +30,7 @@ from onlinerl.datasets.fim import FimPrompt
 from onlinerl.errors import JudgeError, SettingsError
 from onlinerl.learning.judges.base import HIGHEST, Judgement
 from onlinerl.learning.judges.cache import ScoreCache, digest
+from onlinerl.redaction import HIDDEN, redacted_url, secrets_of
 
 URL, KEY, MODEL = "LLMASJUDGE_API_URL", "LLMASJUDGE_API_KEY", "LLMASJUDGE_MODEL"
 """Environment variables, named as the seed names them."""
@@ -232,13 +233,18 @@ class LLMJudge:
         """Raises SettingsError when neither the settings nor the environment name an endpoint and a model."""
         self._settings = settings
         self._cache = ScoreCache(None) if cache is None else cache
-        self._url = endpoint(settings.url or os.environ.get(URL, ""))
+        address = settings.url or os.environ.get(URL, "")
+        self._url = endpoint(address)
         self._model = settings.model or os.environ.get(MODEL, "")
         if not self._model:
             raise SettingsError(f"the LLM judge needs the name of a model: set {MODEL} or judge.model")
         self._key = os.environ.get(KEY, "").strip()
         if not self._key.isascii() or not self._key.isprintable():
             raise SettingsError(f"{KEY} holds characters that no key has")
+        self._secrets = [text for text in (self._key, *secrets_of(address.strip())) if text]
+        self._patience = Patience(2 * settings.concurrency)
+        self._clocks: set[asyncio.Timeout] = set()
+        """Of the completions that are under way."""
         self._shape = Shape()
         self._proven = False
         self._resume = 0.0
@@ -251,22 +257,24 @@ class LLMJudge:
 
     async def judge(self, pairs: Sequence[tuple[FimPrompt, str]]) -> list[Judgement]:
         """Raises JudgeError at the first answer that says that no call will ever do; what was graded until
-        then is in the cache. When so many calls in a row were given up that the endpoint must be down, the
-        rest of the pairs is given up without a call."""
+        then is in the cache. When so many completions in a row were given up that the endpoint must be down,
+        the rest of the pairs is given up without a call: within 2 · `judge.deadline`, whatever the endpoint
+        does. Further pairs try it again, with less patience; if it never answered at all, they are a
+        JudgeError at once."""
         judged: list[Judgement | None] = [self._known(*pair) for pair in pairs]
         asked: dict[str, list[int]] = {}
         for index, (pair, known) in enumerate(zip(pairs, judged, strict=True)):
             if known is None:
                 asked.setdefault(self._cache_key(*pair), []).append(index)
         if asked:
+            self._patience.begin()
             queue = iter(asked.items())
             limits = httpx.Limits(max_connections=self._settings.concurrency)
             async with httpx.AsyncClient(timeout=None, limits=limits) as client:  # `_post` bounds each call
                 try:
                     async with asyncio.TaskGroup() as group:
-                        batch = _Batch(2 * self._settings.concurrency)
                         for _ in range(min(self._settings.concurrency, len(asked))):
-                            group.create_task(self._work(client, queue, pairs, judged, batch))
+                            group.create_task(self._work(client, queue, pairs, judged))
                 except ExceptionGroup as errors:
                     fatal = errors.subgroup(JudgeError)
                     if fatal is None:
@@ -293,42 +301,62 @@ class LLMJudge:
         queue: Iterator[tuple[str, list[int]]],
         pairs: Sequence[tuple[FimPrompt, str]],
         judged: list[Judgement | None],
-        batch: _Batch,
     ) -> None:
         for key, places in queue:
             prompt, completion = pairs[places[0]]
-            if batch.down:
-                judgement = Judgement(None, reason=f"the endpoint is down: {batch.last}")
-            else:
-                judgement = await self._grade(client, prompt, completion, batch)
+            judgement = self._down() if self._patience.over else await self._grade(client, prompt, completion)
             if judgement.score is not None:
                 self._cache.put(key, int(judgement.score))
             for place in places:
                 judged[place] = judgement
 
-    async def _grade(
-        self, client: httpx.AsyncClient, prompt: FimPrompt, completion: str, batch: _Batch
-    ) -> Judgement:
+    async def _grade(self, client: httpx.AsyncClient, prompt: FimPrompt, completion: str) -> Judgement:
+        before = ""
+
+        def note(state: RetryCallState) -> None:
+            nonlocal before
+            before = f"; before that: {_error(state)}"
+
         calls = AsyncRetrying(
             retry=retry_if_exception_type((_Again, _BadAnswer)),
             stop=self._stop,
             wait=self._wait,
+            before_sleep=note,
             reraise=True,
         )
+        deadline = self._settings.deadline
         try:
-            score: int = await calls(self._ask, client, prompt, completion)
+            async with asyncio.timeout(deadline) as clock:
+                self._clocks.add(clock)
+                try:
+                    score: int = await calls(self._ask, client, prompt, completion)
+                finally:
+                    self._clocks.discard(clock)
+        except TimeoutError:
+            if self._patience.over:
+                return self._down()
+            return self._gave_up(f"no grade within {deadline:g} s (judge.deadline){before}")
         except _Again as error:
-            batch.failed(str(error))
-            return Judgement(None, reason=str(error))
+            return self._gave_up(str(error))
         except (_BadAnswer, _Refused) as error:
-            batch.answered()
+            self._patience.answered()
             return Judgement(None, reason=str(error))
-        batch.answered()
+        self._patience.answered()
         return _graded(score)
 
+    def _gave_up(self, reason: str) -> Judgement:
+        self._patience.failed(reason)
+        if self._patience.over:
+            for clock in self._clocks:
+                if not clock.expired():
+                    clock.reschedule(0.0)  # what else is under way ends now
+        return Judgement(None, reason=reason)
+
+    def _down(self) -> Judgement:
+        return Judgement(None, reason=f"the endpoint is down: {self._patience.last}")
+
     def _stop(self, state: RetryCallState) -> bool:
-        assert state.outcome is not None
-        error = state.outcome.exception()
+        error = _error(state)
         if isinstance(error, _BadAnswer):  # a second time may help, a third hardly would
             return state.attempt_number >= min(2, self._settings.attempts)
         if isinstance(error, _Again) and error.after > self._settings.wait_limit:
@@ -336,8 +364,7 @@ class LLMJudge:
         return state.attempt_number >= self._settings.attempts
 
     def _wait(self, state: RetryCallState) -> float:
-        assert state.outcome is not None
-        error = state.outcome.exception()
+        error = _error(state)
         return max(self._jitter(state), error.after if isinstance(error, _Again) else 0.0)
 
     async def _ask(self, client: httpx.AsyncClient, prompt: FimPrompt, completion: str) -> int:
@@ -376,15 +403,19 @@ class LLMJudge:
                     whole += piece
                     if len(whole) > LARGEST_ANSWER:
                         raise _BadAnswer(f"the answer has more than {LARGEST_ANSWER:,} bytes")
-                text = whole.decode("utf-8", "replace")
-                if self._key:  # some endpoints repeat it, and what they say gets into reports
-                    text = text.replace(self._key, "***")
+                text = self._hidden(whole.decode("utf-8", "replace"))
                 after = response.headers.get("retry-after", "")
                 return _Response(response.status_code, text, after)
         except TimeoutError:
             raise _Again(f"no answer within {self._settings.timeout:g} s") from None
         except httpx.RequestError as error:
-            raise _Again(f"no answer: {type(error).__name__} {error}".strip()) from None
+            raise _Again(f"no answer: {type(error).__name__} {self._hidden(str(error))}".strip()) from None
+
+    def _hidden(self, text: str) -> str:
+        """Some endpoints repeat the key, and what they say gets into reports."""
+        for secret in self._secrets:
+            text = text.replace(secret, HIDDEN)
+        return text
 
     def _check(self, response: _Response) -> None:
         """Sort what is no answer into what may pass, what concerns one request, and what ends the run."""
@@ -435,24 +466,44 @@ class _Response:
         return json.loads(self.text)
 
 
-class _Batch:
-    """Counts calls that were given up in a row."""
+class Patience:
+    """Counts completions that were given up in a row, to know when the endpoint is down."""
 
     def __init__(self, limit: int) -> None:
         self._limit = limit
         self._row = 0
+        self._heard = False
         self.last = ""
 
     @property
-    def down(self) -> bool:
+    def over(self) -> bool:
+        """Whether nobody need ask any more."""
         return self._row >= self._limit
 
+    def begin(self) -> None:
+        """Before further pairs: one failure is then enough for an endpoint that was down. Raises JudgeError
+        for one that was never heard of."""
+        if self.over and not self._heard:
+            raise JudgeError(
+                f"the judge's endpoint has not answered once, {self._row} completions were given up in a "
+                f"row; the last time: {self.last}: see {URL} or judge.url, judge.timeout and judge.deadline"
+            )
+        self._row = min(self._row, self._limit - 1)
+
     def failed(self, reason: str) -> None:
+        """A completion was given up."""
         self._row += 1
         self.last = reason
 
     def answered(self) -> None:
+        """The endpoint said something about a completion, be it a refusal."""
         self._row = 0
+        self._heard = True
+
+
+def _error(state: RetryCallState) -> BaseException | None:
+    assert state.outcome is not None
+    return state.outcome.exception()
 
 
 def _graded(score: int) -> Judgement:
@@ -469,9 +520,16 @@ def endpoint(url: str) -> str:
     """
     if not url:
         raise SettingsError(f"the LLM judge needs an endpoint: set {URL} or judge.url")
-    parts = urlsplit(url.strip())
-    if parts.scheme not in ("http", "https") or not parts.hostname:
-        raise SettingsError(f"the LLM judge's address {url!r} must begin with http:// or https://: see {URL}")
+    try:
+        parts = urlsplit(url.strip())
+        usable = parts.scheme in ("http", "https") and parts.hostname and parts.port != 0
+    except ValueError:  # a port or an IPv6 address that is none
+        usable = False
+    if not usable:
+        raise SettingsError(
+            f"the LLM judge's address {redacted_url(url)!r} must be http:// or https://, a host, and a port "
+            f"from 1 to 65535 if any: see {URL}"
+        )
     path = parts.path.rstrip("/")
     if not path.endswith("/chat/completions"):
         path = f"{path or '/v1'}/chat/completions"
