@@ -386,6 +386,22 @@ def test_weights_are_rounded_to_the_parents_format_and_the_adapter_is_not(tmp_pa
         assert torch.equal(after[name], tensor), name
 
 
+def test_an_adapter_that_rounding_swallows_is_told(tmp_path: Path) -> None:
+    """The adapter moved, and the served weights are those of the base, to the bit."""
+    settings = settings_for(
+        tiny_model(tmp_path / "bf16"), tmp_path / "home", "policies.tab.train.lora.lr=1e-12"
+    )
+    fill(settings, 40)
+    train(settings, "tab", max_steps=2)
+    base, last = list_versions(settings)
+    assert any(bool(tensor.any()) for name, tensor in adapter_of(last).items() if "lora_B" in name)
+    before, after = weights_of(base), weights_of(last)
+    assert all(torch.equal(after[name], tensor) for name, tensor in before.items())
+    assert last.metrics["changed"] == 0.0
+    (warning,) = [line for line in events(settings, kind="warning") if "very weights" in line["text"]]
+    assert "raise train.lora.lr" in warning["text"]
+
+
 def test_its_own_learning_rate(settings: Settings, model: Path, tmp_path: Path) -> None:
     fill(settings, 32)
     slow = settings_for(model, tmp_path / "slow", "policies.tab.train.lora.lr=1e-5")

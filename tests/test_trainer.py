@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import random
@@ -18,6 +19,7 @@ from typing import Any
 import pytest
 import torch
 from click.testing import CliRunner
+from safetensors.torch import load_file
 
 from onlinerl.config import Settings, load_settings
 from onlinerl.errors import GuardTripped
@@ -347,6 +349,46 @@ def test_run_ends_when_the_held_back_reward_stops_rising(model: Path, tmp_path: 
     held = {f"{row['id']}/0" for row in rows(settings) if row["use"] == "held"}
     assert held
     assert not held & set(trained(settings)), "what measures is never trained on"
+
+
+def share_changed(one: Version, other: Version) -> float:
+    """Of the stored numbers, those whose bits differ."""
+    before, after = (load_file(Path(version.url) / "model.safetensors") for version in (one, other))
+    different = [
+        (after[name].view(torch.int16) != tensor.view(torch.int16)) for name, tensor in before.items()
+    ]
+    return float(torch.cat([each.flatten() for each in different]).double().mean())
+
+
+def test_each_version_says_what_share_of_the_served_weights_it_changed(model: Path, tmp_path: Path) -> None:
+    """In bf16 a small step changes some weights and leaves others as they were."""
+    settings = settings_for(
+        model, tmp_path / "home", *QUIET, "policies.tab.train.version_every=1", "policies.tab.train.lr=1e-5"
+    )
+    fill(settings, 60)
+    train(settings, "tab", max_steps=3)
+    made = list_versions(settings)
+    told = [line["changed"] for line in events(settings, kind="version")]
+    assert told == pytest.approx([share_changed(one, other) for one, other in itertools.pairwise(made)])
+    assert all(0 < share < 0.5 for share in told), told
+    assert [version.metrics["changed"] for version in made[1:]] == told
+    assert not [line for line in events(settings, kind="warning") if "very weights" in line["text"]]
+
+
+def test_a_version_that_equals_its_parent_is_told(model: Path, tmp_path: Path) -> None:
+    settings = settings_for(
+        model, tmp_path / "home", *QUIET, "policies.tab.train.version_every=1", "policies.tab.train.lr=1e-44"
+    )
+    fill(settings, 40)
+    train(settings, "tab", max_steps=2)
+    made = list_versions(settings)
+    assert [share_changed(one, other) for one, other in itertools.pairwise(made)] == [0.0, 0.0]
+    assert [line["changed"] for line in events(settings, kind="version")] == [0.0, 0.0]
+    warned = [line for line in events(settings, kind="warning") if "very weights" in line["text"]]
+    assert [line["batch"] for line in warned] == [1, 2]
+    assert "tab@2 serves the very weights of tab@1" in warned[1]["text"]
+    assert "too small for bfloat16" in warned[1]["text"]
+    assert "raise train.lr" in warned[1]["text"]
 
 
 # -------------------------------------------------------------------------------------------- kills

@@ -14,6 +14,7 @@ import math
 import time
 from collections.abc import Mapping
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +38,7 @@ from onlinerl.learning.learner import INSPECTED, Learner
 from onlinerl.learning.log import RunLog
 from onlinerl.learning.receive import Census, clean, lineage, newest
 from onlinerl.learning.rewards import RewardTable
+from onlinerl.learning.rounding import changed, unchanged
 from onlinerl.learning.update import update
 from onlinerl.records import Batch, RunState, Sample, Scored, Verdict, Version, VersionState
 from onlinerl.store import interactions, runs, versions
@@ -450,13 +452,15 @@ class Trainer(Worker[Scored, None]):
     def _version(self) -> None:
         """Make and register a version of the weights that the last checkpoint holds."""
         metrics = self._judge()
+        weights = self._served()
+        metrics["changed"] = self._changed(weights)
         with self.control.write() as c:
             id = versions.next_id(c, self.policy)
         made = directory.write_version(
             self.root,
             self.policy,
             id,
-            fill=self._fill,
+            fill=partial(self._fill, weights),
             parent=self.version,
             run=self.run_record.id,
             data=directory.DataRange(self.first_at, self.last_at, self.samples, self.batch),
@@ -472,8 +476,12 @@ class Trainer(Worker[Scored, None]):
             # One of the run's versions was rejected meanwhile: nothing more may come of it.
             self.control.stop(str(error))
             return
-        self.version, self.version_batch, self._owed = id, self.batch, False
+        parent, self.version, self.version_batch, self._owed = self.version, id, self.batch, False
         self.log.event("version", batch=self.batch, version=id, **metrics)
+        if not metrics["changed"]:
+            names = (f"{self.policy}@{id}", f"{self.policy}@{parent}")
+            rate = "train.lora.lr" if self.train.lora.rank else "train.lr"
+            self.log.event("warning", batch=self.batch, text=unchanged(*names, self._names.values(), rate))
         self.log.scalars(self.batch, {f"version/{name}": value for name, value in metrics.items()})
         # With the version's name in it the checkpoint is what the next run inherits from.
         self.checkpoints.amend(self.batch, self._state())
@@ -516,16 +524,26 @@ class Trainer(Worker[Scored, None]):
                 f"now {value:.3f})"
             )
 
-    def _fill(self, folder: Path) -> None:
+    def _served(self) -> dict[str, Tensor]:
+        """The weights as they are now, as a version has them: merged, in the parent's number formats."""
         policy = self.learner.policy
         have = policy.state()
-        tensors = {
+        return {
             name: policy.merge(name, have[name]).detach().to("cpu", dtype).contiguous()
             for name, dtype in self._names.items()
         }
-        save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
-        if policy.adapter is not None:
-            policy.adapter.save(folder / directory.ADAPTER, base=f"{self.policy}@{self.base}")
+
+    def _changed(self, weights: Mapping[str, Tensor]) -> float:
+        """Share of served weights that are not what they were in the version before."""
+        place = directory.folder(self.root, self.policy, self.version)
+        entries = self._manifest(self.version).tensors
+        return changed(weights, {name: place / entries[name].file for name in weights})
+
+    def _fill(self, weights: dict[str, Tensor], folder: Path) -> None:
+        save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+        adapter = self.learner.policy.adapter
+        if adapter is not None:
+            adapter.save(folder / directory.ADAPTER, base=f"{self.policy}@{self.base}")
 
     def forget(self) -> None:
         """After the end: keep the checkpoint that the next run may inherit, and nothing else; of older runs
