@@ -478,6 +478,8 @@ def _row(one: Interaction) -> dict[str, Any]:
         "use": "labelled" if verdict is not None and not untrainable else "open",
         "dropped": "",
         "propensity": one.propensity,
+        "experiment": one.experiment,
+        "unit": one.unit,
     }
 
 
@@ -527,6 +529,8 @@ def _interaction(row: Row[Any]) -> Interaction:
         shown_at=row.shown_at,
         suffix_hash=row.suffix_hash,
         propensity=row.propensity,
+        experiment=row.experiment,
+        unit=row.unit,
     )
 
 
