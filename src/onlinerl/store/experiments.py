@@ -184,7 +184,8 @@ def _unchanged(c: Connection, experiment: Experiment) -> Experiment:
     current = get(c, experiment.policy, experiment.id)
     if (current.state, current.stage) != (experiment.state, experiment.stage):
         raise Conflict(
-            f"experiment {current.id} of {current.policy} is {current.state} by now (stage {current.stage + 1})"
+            f"experiment {current.id} of {current.policy} has moved: "
+            f"it is {current.state}, in stage {current.stage + 1}"
         )
     return current
 
