@@ -28,6 +28,7 @@ import numpy as np
 import sqlalchemy as sa
 from sqlalchemy.engine import Connection, Row
 
+from onlinerl import config, worth
 from onlinerl.records import FinishReason, Interaction, Sample, Verdict, text_hash
 from onlinerl.store import feedback, tallies
 from onlinerl.store.schema import DROPPED
@@ -386,6 +387,12 @@ def counts(c: Connection, *, policy: str) -> InteractionCounts:
         .where(table.c.policy == policy, table.c.use == "labelled", table.c.verdict != Verdict.SILENT.value)
     ).scalar_one()
     return InteractionCounts(**totals, waiting=waiting)
+
+
+def tau(c: Connection, *, policy: str, settings: config.Policy) -> float:
+    """τ of a run or an experiment that starts now."""
+    totals = tallies.totals(c, policy)
+    return worth.tau(settings, totals["accepted"], totals["opportunities"])
 
 
 def dropped(c: Connection, *, policy: str, run: int | None = None) -> dict[str, int]:
