@@ -22,12 +22,12 @@ from onlinerl.learning import rewards
 from onlinerl.learning.rewards import (
     ComputeReward,
     RewardTable,
-    auto_tau,
     check_function,
     examples,
     load_function,
 )
 from onlinerl.records import Sample, Scored, Verdict
+from onlinerl.worth import auto_tau
 
 
 def sample(verdict: Verdict, source: str = "native") -> Sample:

@@ -29,7 +29,7 @@ from onlinerl.learning.checkpoints import Checkpoints
 from onlinerl.learning.devices import threads_of
 from onlinerl.learning.learner import Learner
 from onlinerl.learning.receive import lineage, oldest
-from onlinerl.learning.run import tau, train
+from onlinerl.learning.run import train
 from onlinerl.learning.trainer import checkpoints_of
 from onlinerl.records import Run, RunState, Step, Verdict, Version, VersionState
 from onlinerl.store import interactions, runs, versions
@@ -792,11 +792,13 @@ def test_tau_is_set_from_what_was_served(settings: Settings) -> None:
     try:
         with database.read() as c:
             counts = interactions.counts(c, policy="tab")
-            assert tau(c, settings, "tab") == min(0.25, 0.5 * counts.accepted / counts.opportunities)
-            fixed = settings.policies["tab"].model_copy(
-                update={"rewards": settings.policies["tab"].rewards.model_copy(update={"tau": 0.1})}
-            )
-            assert tau(c, settings.model_copy(update={"policies": {"tab": fixed}}), "tab") == 0.1
+            policy = settings.policies["tab"]
+            found = interactions.tau(c, policy="tab", settings=policy)
+            assert found == min(0.25, 0.5 * counts.accepted / counts.opportunities)
+            fixed = policy.model_copy(update={"rewards": policy.rewards.model_copy(update={"tau": 0.1})})
+            assert interactions.tau(c, policy="tab", settings=fixed) == 0.1
+            raw = policy.model_copy(update={"train": policy.train.model_copy(update={"mode": "raw"})})
+            assert interactions.tau(c, policy="tab", settings=raw) == 0.0
     finally:
         database.close()
 

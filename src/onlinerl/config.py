@@ -5,6 +5,7 @@ A file is YAML; overrides are dotted, `policies.tab.train.lr=2e-6`, and win over
 
 from __future__ import annotations
 
+import itertools
 import re
 import reprlib
 from collections.abc import Sequence
@@ -361,6 +362,80 @@ class Train(Node):
     """The show rate's floor."""
 
 
+class Guardrails(Node):
+    """How much worse the treatment of an experiment may be. Beyond a margin, surely, it is taken back."""
+
+    latency: Annotated[float, Field(ge=0)] = 0.05
+    """Share of answers slower than the control's 95th percentile that may be added; 5 % of its own are."""
+    errors: Annotated[float, Field(ge=0)] = 0.01
+    """Share of requests ending in an error that may be added."""
+    shown: Fraction = 0.6
+    """Least show rate, as a share of the control's: fewer suggestions can be the aim, silence is not."""
+    reverted: Annotated[float, Field(ge=0)] = 0.05
+    """Share of accepted answers that are gone a minute later that may be added; where clients report it."""
+    length: Positive = 2.0
+    """Largest mean answer length, as a multiple of the control's."""
+
+
+class Experiments(Node):
+    """How a new version earns its traffic: stages, an A/B test, and what follows from it."""
+
+    decide: Literal["automatic", "ask"] = "automatic"
+    """Who promotes or gives up: the experiment, or a person whom it asks. It always aborts by itself."""
+    users: Literal["all"] | tuple[str, ...] = "all"
+    """Who may take part: everybody with a user key, or a list of sticky user keys."""
+    projects: tuple[str, ...] = ()
+    """Projects that may take part; none named: all."""
+    share: Annotated[float, Field(gt=0, le=1)] = 1.0
+    """Share of those who may that do take part."""
+    unit: Literal["user", "session"] = "user"
+    """What is assigned: user: each stays in one arm; session: each user's work on one file in one day, which
+    suits teams of ten."""
+    stages: Annotated[tuple[Annotated[float, Field(gt=0, lt=1)], ...], Field(min_length=1)] = (
+        0.01,
+        0.05,
+        0.25,
+        0.5,
+    )
+    """Share of those who take part that gets the treatment, stage by stage; rising. The last one decides."""
+    stage_hours: Annotated[float, Field(ge=0)] = 1.0
+    """Least hours of a stage before the next."""
+    stage_units: Count = 5
+    """Least units of the treatment in a stage before the next."""
+    least_units: Count = 100
+    """Least units of each arm, exposure over, before a promotion."""
+    least_hours: Annotated[float, Field(ge=0)] = 24.0
+    """Least hours of the last stage before a promotion."""
+    most_hours: Positive = 336.0
+    """Hours of the last stage after which an experiment without an answer is given up."""
+    window_hours: Positive = 24.0
+    """Hours from a unit's first request of a stage in which its requests count; it counts once, when these
+    are over."""
+    alpha: Annotated[float, Field(gt=0, lt=0.5)] = 0.05
+    """Probability that a policy ever promotes a version that is no better, over all its experiments."""
+    tuned: Count = 1000
+    """Units of each arm at which the interval is tightest (n* of ALGORITHMS.md)."""
+    goal: Literal["better", "equal"] = "better"
+    """better: the treatment must beat the control; equal: it must not be worse by more than `margin`."""
+    margin: Annotated[float, Field(ge=0)] = 0.02
+    """For `equal`: loss of reward per opportunity that is accepted, such as 0.02 of 0.2."""
+    tau: Fraction | Literal["auto"] = "auto"
+    """τ of an experiment's rewards; auto takes what a run that starts now would take."""
+    holdout: Fraction = 0.0
+    """Share of users who stay on the first version for good: what all learning together was worth."""
+    interval: Positive = 5.0
+    """Seconds between two looks at the numbers."""
+    guardrails: Guardrails = Guardrails()
+    """How much worse the treatment may be."""
+
+    @field_validator("stages")
+    @classmethod
+    def _rising(cls, stages: tuple[float, ...]) -> tuple[float, ...]:
+        if any(b <= a for a, b in itertools.pairwise(stages)):
+            raise ValueError("each stage must be larger than the one before")
+        return stages
+
+
 class Judge(Node):
     """Who scores completions where there are no users."""
 
@@ -421,8 +496,9 @@ class Policy(Node):
     """`fim-27m` (built in), a directory, or a Hugging Face id of a causal language model."""
     aliases: tuple[str, ...] = ()
     """Other names that clients use for it."""
-    publish: Literal["candidate", "immediately"] = "candidate"
-    """What becomes of a new version: it waits as a candidate, or goes live at once."""
+    publish: Literal["candidate", "immediately", "experiment"] = "candidate"
+    """What becomes of a new version: it waits as a candidate, goes live at once, or enters an experiment
+    against the live one as soon as none runs."""
     engine: Engine = Engine()
     """Its engines."""
     sampling: Sampling = Sampling()
@@ -441,6 +517,8 @@ class Policy(Node):
     """How it learns."""
     trigger: Trigger = Trigger()
     """When it learns."""
+    experiments: Experiments = Experiments()
+    """How new versions prove themselves."""
 
 
 class WarmStart(Node):

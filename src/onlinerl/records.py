@@ -1,6 +1,7 @@
 """All that travels, in the order in which it travels.
 
     request → Generation → Token… Finish → Interaction → Feedback → Sample → Scored → Batch → Version → Run
+            → Experiment → Decision
 
 Each record is frozen and names who makes it and who eats it. Times are seconds since the epoch on
 the server's clock (`float`); token ids are `int`; log-probabilities are natural logarithms. The
@@ -10,6 +11,7 @@ transition tables of everything that has states stand at the end; the store enfo
 from __future__ import annotations
 
 import hashlib
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
@@ -67,7 +69,7 @@ class FinishReason(StrEnum):
     ABORT = "abort"
     """The client left."""
     ERROR = "error"
-    """The engine died in mid-stream."""
+    """The engine failed: in mid-stream or, where the request was assigned in an experiment, before it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,6 +157,10 @@ class Interaction:
     """`text_hash` of the text after the cursor, where the request has one; joins find it by this."""
     propensity: float = 1.0
     """Probability with which its unit (user or request) was assigned to `arm`; 1 where nothing was drawn."""
+    experiment: int | None = None
+    """The experiment that it counts in; None: in none."""
+    unit: str = ""
+    """What was assigned in that experiment: the user, or one of their file sessions."""
 
     @property
     def silent(self) -> bool:
@@ -448,6 +454,182 @@ class Step:
     numbers: Mapping[str, float]
     """By name; docs/metrics.md explains each."""
 
+
+# ------------------------------------------------------------------------------------- experiments
+
+
+@dataclass(frozen=True, slots=True)
+class Arm:
+    """One of the two ways of being served that an experiment compares; frozen for its whole life.
+
+    A version of a policy, or, with `upstream`, a service that no policy of ours serves.
+    """
+
+    policy: str
+    """Whose version it is; with `upstream` the policy that the service stands in for."""
+    version: int | None
+    """None for an upstream."""
+    upstream: str = ""
+    """Name of the service in the settings (`upstreams`); "" for a version."""
+
+    @property
+    def name(self) -> str:
+        """`tab@3`, or `upstream:NAME`."""
+        return f"upstream:{self.upstream}" if self.upstream else f"{self.policy}@{self.version}"
+
+
+class ExperimentState(StrEnum):
+    """Where an experiment stands; see EXPERIMENT_TRANSITIONS."""
+
+    RUNNING = "running"
+    WAITING = "waiting"
+    """It has an answer that a person must confirm; arms are served as before."""
+    PROMOTED = "promoted"
+    """The treatment proved better (or good enough) and went live."""
+    FUTILE = "futile"
+    """No such proof came in time, or none can: the control stays."""
+    ABORTED = "aborted"
+    """A guardrail broke, or the arms' users cannot be compared: the control stays."""
+    STOPPED = "stopped"
+    """Ended by a person, or because its arms changed under it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Experiment:
+    """Two arms on live users. Made by a person, the controller or `publish: experiment`; kept by the store.
+
+    >>> Experiment.example().share
+    0.05
+    """
+
+    id: int
+    policy: str
+    """Whose requests take part."""
+    state: ExperimentState
+    control: Arm
+    treatment: Arm
+    plan: Mapping[str, Any]
+    """The settings it was started with (`config.Experiments` as JSON): frozen."""
+    salt: str
+    """Of its lots: an experiment assigns independently of every other one."""
+    tau: float
+    """τ of its rewards, the same for both arms and all its life."""
+    alpha: float
+    """What it may spend of the policy's α (`analysis.spend`)."""
+    stage: int
+    """Place in `plan["stages"]`; each stage is analysed by itself."""
+    stage_at: float
+    """When that stage began; infinite until both arms can be served, and nobody is assigned before that."""
+    created_at: float
+    ended_at: float | None = None
+    actor: str = ""
+    """Who started it."""
+    message: str = ""
+    """Why it ended, in words."""
+    rewards: Mapping[str, Any] = field(default_factory=lambda: MappingProxyType({}))
+    """What verdicts are worth in it (`config.Rewards` as JSON, of its start): frozen. What it does not name
+    has its default."""
+
+    @property
+    def share(self) -> float:
+        """Probability with which a unit that takes part gets the treatment."""
+        return float(self.plan["stages"][self.stage])
+
+    @property
+    def begun(self) -> bool:
+        """Whether requests are assigned: both arms could be served."""
+        return self.stage_at < math.inf
+
+    def describe(self) -> dict[str, Any]:
+        """As JSON for people and programs: what `experiments list --json` and the admin interface give."""
+        return {
+            "policy": self.policy,
+            "id": self.id,
+            "state": self.state.value,
+            "control": self.control.name,
+            "treatment": self.treatment.name,
+            "stage": self.stage,
+            "share": self.share,
+            "stage_at": iso(self.stage_at) if self.begun else None,
+            "created_at": iso(self.created_at),
+            "ended_at": iso(self.ended_at),
+            "tau": self.tau,
+            "alpha": self.alpha,
+            "actor": self.actor,
+            "message": self.message,
+            "plan": dict(self.plan),
+        }
+
+    @staticmethod
+    def example() -> Experiment:
+        """A small one, for tests and documentation."""
+        return Experiment(
+            id=1,
+            policy="tab",
+            state=ExperimentState.RUNNING,
+            control=Arm("tab", 0),
+            treatment=Arm("tab", 1),
+            plan={"stages": (0.01, 0.05, 0.25, 0.5), "share": 1.0, "unit": "user"},
+            salt="s",
+            tau=0.1,
+            alpha=0.03,
+            stage=1,
+            stage_at=1000.0,
+            created_at=900.0,
+        )
+
+
+class DecisionKind(StrEnum):
+    """What was decided about an experiment."""
+
+    START = "start"
+    CONTINUE = "continue"
+    RAMP = "ramp"
+    """On to the next stage."""
+    PROMOTE = "promote"
+    FUTILE = "futile"
+    ABORT = "abort"
+    STOP = "stop"
+
+
+@dataclass(frozen=True, slots=True)
+class Decision:
+    """A row of an experiment's history. Made by `decisions.decide` or a person, kept by the store."""
+
+    kind: DecisionKind
+    reason: str
+    """One sentence for people."""
+    numbers: Mapping[str, float] = field(default_factory=lambda: MappingProxyType({}))
+    """What it rests on, by name: `estimate`, `low`, `high`, `units/control`, …"""
+    at: float = 0.0
+    actor: str = "experiment"
+    stage: int = 0
+    proposed: bool = False
+    """A person must confirm it; nothing was done yet."""
+
+    def describe(self) -> dict[str, Any]:
+        """As JSON."""
+        return {
+            "at": iso(self.at),
+            "stage": self.stage,
+            "kind": self.kind.value,
+            "actor": self.actor,
+            "proposed": self.proposed,
+            "reason": self.reason,
+            "numbers": {name: number for name, number in self.numbers.items() if math.isfinite(number)},
+        }
+
+
+EXPERIMENT_TRANSITIONS: Mapping[ExperimentState, frozenset[ExperimentState]] = MappingProxyType(
+    {
+        ExperimentState.RUNNING: frozenset(set(ExperimentState) - {ExperimentState.RUNNING}),
+        ExperimentState.WAITING: frozenset(set(ExperimentState) - {ExperimentState.WAITING}),
+        ExperimentState.PROMOTED: frozenset(),
+        ExperimentState.FUTILE: frozenset(),
+        ExperimentState.ABORTED: frozenset(),
+        ExperimentState.STOPPED: frozenset(),
+    }
+)
 
 VERSION_TRANSITIONS: Mapping[VersionState, frozenset[VersionState]] = MappingProxyType(
     {

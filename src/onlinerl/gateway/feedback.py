@@ -22,7 +22,7 @@ from starlette.responses import Response
 from onlinerl import observe
 from onlinerl.errors import RequestError
 from onlinerl.gateway import joins
-from onlinerl.gateway.answers import UnderWay
+from onlinerl.gateway.answers import PROJECT, UnderWay
 from onlinerl.gateway.bodies import JSONReply, checked, read_json, sticky
 from onlinerl.gateway.service import Services
 from onlinerl.records import Event, Feedback, FeedbackStatus, Interaction, text_hash
@@ -30,7 +30,6 @@ from onlinerl.store import feedback as feedback_store
 from onlinerl.store import interactions
 from onlinerl.store.database import Writer
 
-PROJECT = "default"
 UNDER_WAY = "under_way"
 """How feedback is joined that came before its interaction: when that is written, by its name."""
 _RESERVED = "cmpl-"

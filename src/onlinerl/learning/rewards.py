@@ -38,24 +38,10 @@ from onlinerl.errors import SettingsError
 from onlinerl.flow.channel import Channel
 from onlinerl.flow.worker import Worker
 from onlinerl.records import Sample, Scored, Verdict
-
-ONLY_TIMEOUTS = frozenset({"continue", "fork"})
-"""Sources that cannot report an explicit reject: every one of theirs is a timeout. Weighing it less would
-move the break-even point away from τ, so it weighs 1."""
+from onlinerl.worth import ONLY_TIMEOUTS
 
 RewardFunction = Callable[[Sample], float | Mapping[str, float]]
 """A reward of the user's own; the module says what it must keep to."""
-
-
-def auto_tau(accepted: int, opportunities: int, limit: float) -> float:
-    """Half of the accepts per *opportunity* (silent and cancelled ones included), at most `limit`.
-
-    Per shown answer it would ratchet: the more silent the policy, the higher its accept rate, the higher τ.
-    Without any opportunity there is nothing to halve: 0, which never pays silence.
-    """
-    if opportunities <= 0:
-        return 0.0
-    return min(limit, 0.5 * accepted / opportunities)
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,8 +14,6 @@ from dataclasses import replace
 from types import FrameType
 from typing import Any
 
-from sqlalchemy.engine import Connection
-
 from onlinerl import base, config
 from onlinerl.errors import OnlineRLError, RunBusy, SettingsError
 from onlinerl.flow.channel import Channel
@@ -26,7 +24,7 @@ from onlinerl.learning.control import Control
 from onlinerl.learning.devices import threads_of
 from onlinerl.learning.log import RunLog
 from onlinerl.learning.receive import DataReceiver, newest
-from onlinerl.learning.rewards import ComputeReward, RewardTable, auto_tau
+from onlinerl.learning.rewards import ComputeReward, RewardTable
 from onlinerl.learning.trainer import Trainer, checkpoints_of, run_folder
 from onlinerl.records import Run, RunState, Sample, Scored, VersionState
 from onlinerl.store import interactions, runs, versions
@@ -71,7 +69,7 @@ def train(
                 host=socket.gethostname(),
                 pid=os.getpid(),
                 settings=settings.policies[policy].model_dump_json(),
-                tau_of=lambda c: tau(c, settings, policy),
+                tau_of=lambda c: interactions.tau(c, policy=policy, settings=settings.policies[policy]),
                 now=time.time(),
                 follow=follow,
                 last_batch=max_steps,
@@ -132,17 +130,6 @@ def outcome(settings: config.Settings, run: Run) -> list[str]:
         rest = settings.policies[run.policy].joins.rest
         lines = [f"{waiting} verdicts wait for the next run; a timeout rests {rest:g} s first (joins.rest)"]
     return [*lines, *mixed, *left_out]
-
-
-def tau(c: Connection, settings: config.Settings, policy: str) -> float:
-    """τ of a run that starts now. `raw` is the seed's setting, whose rewards are 1 and 0: its τ is 0."""
-    rewards = settings.policies[policy].rewards
-    if rewards.tau != "auto":
-        return rewards.tau
-    if settings.policies[policy].train.mode == "raw":
-        return 0.0
-    counts = interactions.counts(c, policy=policy)
-    return auto_tau(counts.accepted, counts.opportunities, rewards.tau_limit)
 
 
 def _work(

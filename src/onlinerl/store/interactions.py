@@ -29,6 +29,7 @@ import numpy as np
 import sqlalchemy as sa
 from sqlalchemy.engine import Connection, Row
 
+from onlinerl import config, worth
 from onlinerl.records import FinishReason, Interaction, Sample, Verdict, text_hash
 from onlinerl.store import feedback, tallies
 from onlinerl.store.schema import DROPPED
@@ -39,6 +40,8 @@ RATE_WINDOW = 1000
 RATE_SETTLE = 10.0
 """Seconds beyond `rest` that a shown answer gets before it counts as unlabelled: Continue's own clock."""
 _CHOICE = table.c.index.label("choice")  # rows are tuples, and those have an `index` of their own
+KINDS = ("shown", "silent", "nothing")
+"""What an answer can be."""
 REASON = 16
 """Most characters of a reason to drop a row, as wide as its column."""
 _CHUNK = 500
@@ -395,6 +398,12 @@ def counts(c: Connection, *, policy: str) -> InteractionCounts:
     return InteractionCounts(**totals, waiting=waiting)
 
 
+def tau(c: Connection, *, policy: str, settings: config.Policy) -> float:
+    """τ of a run or an experiment that starts now."""
+    totals = tallies.totals(c, policy)
+    return worth.tau(settings, totals["accepted"], totals["opportunities"])
+
+
 def dropped(c: Connection, *, policy: str, run: int | None = None) -> dict[str, int]:
     """How many rows were dropped (by one run), by reason: stale, cold, surplus, and what cleaning says."""
     query = sa.select(table.c.dropped, sa.func.count()).where(table.c.policy == policy, DROPPED)
@@ -485,6 +494,9 @@ def _row(one: Interaction) -> dict[str, Any]:
         "use": "labelled" if verdict is not None and not untrainable else "open",
         "dropped": "",
         "propensity": one.propensity,
+        "experiment": one.experiment,
+        "unit": one.unit,
+        "characters": None if one.experiment is None else len(one.completion),
     }
 
 
@@ -534,6 +546,8 @@ def _interaction(row: Row[Any]) -> Interaction:
         shown_at=row.shown_at,
         suffix_hash=row.suffix_hash,
         propensity=row.propensity,
+        experiment=row.experiment,
+        unit=row.unit,
     )
 
 

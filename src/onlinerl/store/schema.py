@@ -73,6 +73,9 @@ interactions = sa.Table(
     sa.Column("propensity", sa.Double, nullable=False, server_default=sa.text("1.0")),
     sa.Column("reward", sa.Double),  # what it was trained with, and of what that is made up (JSON);
     sa.Column("reward_parts", sa.Text),  # null: no surviving version was
+    sa.Column("experiment", sa.Integer),  # null: it counts in none
+    sa.Column("unit", Words, nullable=False, server_default=sa.text("''")),
+    sa.Column("characters", sa.Integer),  # of the completion, where it counts in an experiment
     sa.UniqueConstraint("id", "index", name="interactions_id"),
 )
 # One each for: claim and waiting, candidates by text, drift's windows, the label rate, release, drops.
@@ -93,6 +96,20 @@ sa.Index(
     "interactions_kind", interactions.c.policy, interactions.c.kind, interactions.c.at, interactions.c.verdict
 )
 sa.Index("interactions_run", interactions.c.run, interactions.c.batch)
+EXPERIMENTAL = interactions.c.experiment.is_not(None)
+# All that an experiment counts by unit: a look at it reads this index alone, in its order, and no prompt.
+sa.Index(
+    "interactions_experiment",
+    *(
+        interactions.c[name]
+        for name in (
+            "experiment", "unit", "arm", "at", "finished_at", "kind", "verdict", "verdict_source", "finish",
+            "score", "retained_characters", "characters",
+        )
+    ),
+    sqlite_where=EXPERIMENTAL,
+    postgresql_where=EXPERIMENTAL,
+)  # fmt: skip
 DROPPED = interactions.c.use == sa.literal("dropped", literal_execute=True)
 """As text in the statement: a database takes a partial index only where it sees the condition itself."""
 sa.Index(
@@ -213,6 +230,47 @@ steps = sa.Table(
     sa.Column("numbers", sa.Text, nullable=False),  # JSON: name → number; docs/metrics.md explains the names
 )
 """What each batch of a run measured. A run that is resumed repeats batches: the last time counts."""
+
+experiments = sa.Table(
+    "experiments",
+    metadata,
+    sa.Column("id", sa.Integer, primary_key=True),
+    sa.Column("policy", Words, nullable=False),
+    sa.Column("state", sa.String(16), nullable=False),
+    sa.Column("control", sa.Text, nullable=False),  # JSON of records.Arm
+    sa.Column("treatment", sa.Text, nullable=False),  # JSON of records.Arm
+    sa.Column("plan", sa.Text, nullable=False),  # JSON of config.Experiments
+    sa.Column("salt", Words, nullable=False),
+    sa.Column("tau", sa.Double, nullable=False),
+    sa.Column("alpha", sa.Double, nullable=False),
+    sa.Column("stage", sa.Integer, nullable=False),
+    sa.Column("stage_at", sa.Double, nullable=False),
+    sa.Column("created_at", sa.Double, nullable=False),
+    sa.Column("ended_at", sa.Double),
+    sa.Column("actor", Words, nullable=False),
+    sa.Column("message", Words, nullable=False),
+    sa.Column("rewards", sa.Text, nullable=False),  # JSON of config.Rewards
+    sqlite_autoincrement=True,  # an id is never given twice: interactions point to it
+)
+_open = experiments.c.state.in_(("running", "waiting"))
+sa.Index(
+    "experiments_one_open", experiments.c.policy, unique=True, sqlite_where=_open, postgresql_where=_open
+)
+
+decisions = sa.Table(
+    "decisions",
+    metadata,
+    sa.Column("seq", sa.Integer, primary_key=True),
+    sa.Column("experiment", sa.Integer, nullable=False),
+    sa.Column("at", sa.Double, nullable=False),
+    sa.Column("stage", sa.Integer, nullable=False),
+    sa.Column("kind", sa.String(16), nullable=False),
+    sa.Column("actor", Words, nullable=False),
+    sa.Column("proposed", sa.Boolean, nullable=False),
+    sa.Column("reason", Words, nullable=False),
+    sa.Column("numbers", sa.Text, nullable=False),  # JSON: name → number
+)
+sa.Index("decisions_of", decisions.c.experiment, decisions.c.seq)
 
 audit = sa.Table(
     "audit",

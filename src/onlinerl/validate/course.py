@@ -30,7 +30,7 @@ from onlinerl.learning.guards import Bands, dominance
 from onlinerl.learning.judges import Judge, make_judge
 from onlinerl.learning.learner import INSPECTED, Learner
 from onlinerl.learning.log import RunLog
-from onlinerl.learning.rewards import RewardTable, auto_tau
+from onlinerl.learning.rewards import RewardTable
 from onlinerl.learning.update import update
 from onlinerl.records import Sample, Scored, Verdict
 from onlinerl.validate import evaluate, forgetting, starts, warmstart
@@ -40,6 +40,7 @@ from onlinerl.validate.raters import JudgeRater, Rater, UserRater, reported
 from onlinerl.validate.report import Point, Report, Stage, libraries
 from onlinerl.validate.rollouts import Answer
 from onlinerl.validate.starts import Start
+from onlinerl.worth import auto_tau
 
 TAU_COMPLETIONS = 128
 """Completions of the start's weights that τ under `auto` is measured on."""
