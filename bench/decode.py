@@ -24,11 +24,8 @@ from __future__ import annotations
 
 import argparse
 import cProfile
-import importlib.metadata
 import io
 import json
-import os
-import platform
 import pstats
 import random
 import statistics
@@ -41,6 +38,7 @@ from typing import Any
 
 import torch
 from bench.large import SHAPES
+from bench.trainer import environment
 from torch.profiler import ProfilerActivity, profile
 from transformers import AutoModelForCausalLM, Qwen2Config
 from transformers.utils import logging as transformers_logging
@@ -298,17 +296,6 @@ def profiles(skeleton: Skeleton, weights: Weights, rows: int, size: int, capture
     return told
 
 
-def environment(device: torch.device) -> dict[str, Any]:
-    """What a result depends on beside its settings."""
-    names = ("torch", "transformers")
-    return {
-        "device": torch.cuda.get_device_name() if device.type == "cuda" else platform.processor(),
-        "cores": os.cpu_count(),
-        "python": platform.python_version(),
-        "versions": {name: importlib.metadata.version(name) for name in names},
-    }
-
-
 def main(arguments: Sequence[str] | None = None) -> int:
     """Measure, print, write; returns the exit code."""
     parser = argparse.ArgumentParser()
@@ -329,8 +316,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     counts = [int(rows) for rows in options.rows.split(",")]
     wrong: list[str] = []
     report: dict[str, Any] = {
-        "environment": environment(device), "rows": [], "left_out": [], "offline": [], "wrong": wrong,
-    }  # fmt: skip
+        "environment": environment(device, "torch", "transformers"),
+        "rows": [],
+        "left_out": [],
+        "offline": [],
+        "wrong": wrong,
+    }
 
     def fits(what: str) -> bool:
         if time.perf_counter() - began < options.seconds:

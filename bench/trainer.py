@@ -215,6 +215,7 @@ def environment(device: torch.device, *packages: str) -> dict[str, Any]:
         "device": str(device) if device.type == "cpu" else torch.cuda.get_device_name(),
         "cores": os.cpu_count(),
         "platform": platform.platform(),
+        "python": platform.python_version(),
         "cuda": torch.version.cuda,
         "versions": {name: importlib.metadata.version(name) for name in packages},
     }

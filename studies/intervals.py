@@ -1,16 +1,15 @@
 """95 % intervals: Student's t over seeds or users, the normal one over prompts, and when a curve reaches a
-level. Pure functions, standard library only."""
+level. Pure functions."""
 
 from __future__ import annotations
 
-import functools
 import math
 import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-LEVEL = 0.95
+from onlinerl.validate.estimates import t_quantile
 
 Over = Literal["seeds", "users", "prompts", "one value"]
 
@@ -36,34 +35,6 @@ class Interval:
     def apart(self, other: Interval) -> bool:
         """Whether the two intervals have nothing in common."""
         return self.low > other.high or self.high < other.low
-
-
-@functools.lru_cache(maxsize=256)
-def t_quantile(freedom: float) -> float:
-    """Two-sided 95 % quantile q of Student's t, P(|T| ≤ q) = 0.95; `freedom` ≥ 1, fractions allowed (Welch).
-
-    Bisection on the integral of the density, which over angles (t = √ν·tan φ) is cos(φ)^(ν−1). Beyond 500
-    degrees the expansion around the normal quantile, z + (z³ + z)/4ν, is right to five digits.
-
-    >>> round(t_quantile(2), 3), round(t_quantile(4), 3), round(t_quantile(1e6), 3)
-    (4.303, 2.776, 1.96)
-    """
-    if freedom > 500:  # infinity included
-        z = statistics.NormalDist().inv_cdf((1 + LEVEL) / 2)
-        return z + (z**3 + z) / (4 * freedom)
-    half = math.sqrt(math.pi) / 2 * math.exp(math.lgamma(freedom / 2) - math.lgamma((freedom + 1) / 2))
-
-    def inside(angle: float) -> float:
-        steps = 400  # Simpson's rule
-        width = angle / steps
-        weights = (1 if i in (0, steps) else 4 if i % 2 else 2 for i in range(steps + 1))
-        return sum(w * math.pow(math.cos(i * width), freedom - 1) for i, w in enumerate(weights)) * width / 3
-
-    low, high = 0.0, math.pi / 2
-    for _ in range(60):
-        middle = (low + high) / 2
-        low, high = (middle, high) if inside(middle) < LEVEL * half else (low, middle)
-    return math.sqrt(freedom) * math.tan(low)
 
 
 def mean(values: Sequence[float], over: Literal["seeds", "users"] = "seeds") -> Interval:

@@ -21,7 +21,8 @@ from onlinerl.datasets.fim import FimPrompt, Kind, standard_library
 from onlinerl.errors import SettingsError
 from onlinerl.validate import sandbox
 from onlinerl.validate import sites as sites_module
-from onlinerl.validate.execution import difference, evaluate, main, rate, student
+from onlinerl.validate.estimates import t_quantile
+from onlinerl.validate.execution import difference, evaluate, main, rate
 from onlinerl.validate.sandbox import Ending, Limits, run_tests, trace_tests
 from onlinerl.validate.sites import (
     Site,
@@ -359,7 +360,7 @@ def test_students_quantiles() -> None:
     # tables of Student's t, two-sided 95 %
     known = {1: 12.706, 2: 4.303, 3: 3.182, 4: 2.776, 5: 2.571, 10: 2.228, 30: 2.042, 100: 1.984}
     for freedom, value in known.items():
-        assert student(freedom) == pytest.approx(value, rel=0.01)
+        assert t_quantile(freedom) == pytest.approx(value, abs=0.0005)
 
 
 def test_intervals_of_rates() -> None:
@@ -372,7 +373,7 @@ def test_intervals_of_rates() -> None:
     # Modules that agree within themselves are worth one value each, up to the few there are.
     clusters = [name for name in "abcdefghij" for _ in range(6)]
     agreeing = rate([float(name in "abc") for name in clusters], clusters)
-    n = 9 * (1.959964 / student(9)) ** 2  # variance of the mean is p(1−p)/(G−1)
+    n = 9 * (1.959964 / t_quantile(9)) ** 2  # variance of the mean is p(1−p)/(G−1)
     z2 = 1.959964**2 / n
     centre, half_width = (
         (0.3 + z2 / 2) / (1 + z2),

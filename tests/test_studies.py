@@ -3,6 +3,7 @@ study on this processor, in a process that has none of the serving packages."""
 
 from __future__ import annotations
 
+import doctest
 import json
 import math
 import os
@@ -14,6 +15,7 @@ import time
 from collections import Counter
 from dataclasses import asdict, replace
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -27,6 +29,7 @@ from onlinerl.datasets import fim
 from onlinerl.datasets.splits import library
 from onlinerl.learning.rewards import RewardTable, examples
 from onlinerl.records import Verdict
+from onlinerl.validate.estimates import t_quantile
 
 ROOT = Path(__file__).parents[1]
 SERVING = ("fastapi", "sqlalchemy", "alembic", "structlog", "uvicorn", "aiohttp", "uvloop", "httptools")
@@ -39,7 +42,7 @@ SERVING = ("fastapi", "sqlalchemy", "alembic", "structlog", "uvicorn", "aiohttp"
     ("freedom", "quantile"), [(1, 12.7062), (2, 4.30265), (4, 2.77645), (30, 2.04227), (1e9, 1.95996)]
 )
 def test_t_quantiles_are_those_of_the_tables(freedom: float, quantile: float) -> None:
-    assert intervals.t_quantile(freedom) == pytest.approx(quantile, rel=1e-4)
+    assert t_quantile(freedom) == pytest.approx(quantile, rel=1e-4)
 
 
 def test_mean_and_difference_by_hand() -> None:
@@ -474,6 +477,13 @@ def test_what_a_chosen_run_starts_from_is_chosen_too() -> None:
     runs = chosen(parsed(["cohorts", "--arms", "cohort short"]), ["cohorts"])
     assert {run.arm for run in runs} == {"shared policy", "adapter of cohort short"}
     assert len(runs) == 6
+
+
+@pytest.mark.parametrize("module", [executed, intervals, plots, tables])
+def test_examples_in_the_docstrings(module: ModuleType) -> None:
+    result = doctest.testmod(module)
+    assert result.attempted
+    assert not result.failed
 
 
 def test_records_are_json() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import doctest
 import errno
 import json
 import math
@@ -14,6 +15,7 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -28,7 +30,8 @@ from onlinerl.learning.advantages import advantages
 from onlinerl.learning.batches import PolicyModel, pack
 from onlinerl.learning.judges import Judge, Judgement, ReferenceJudge, estimate
 from onlinerl.records import Finish, FinishReason, Generation, Sample, Token, Verdict
-from onlinerl.validate import evaluate
+from onlinerl.validate import estimates, evaluate
+from onlinerl.validate import report as report_page
 from onlinerl.validate.__main__ import main
 from onlinerl.validate.course import Course, check
 from onlinerl.validate.engine import LocalEngine, int8_round_trip
@@ -682,8 +685,11 @@ def test_a_batch_without_any_reward_is_no_step_and_then_a_guard_ends_the_course(
 
 def test_a_judge_that_always_fails_ends_the_course(base: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("onlinerl.validate.ground.make_judge", lambda settings, cache: Failing())
-    tree = report(offline(base, "validation.rater=judge"))
+    settings = offline(base, "validation.rater=judge", "validation.evaluate_every=1")
+    tree = report(settings)
     assert "failed on 16 of 16 completions" in tree["stopped_by"]
+    events = (settings.home / "validation" / "offline" / "log.jsonl").read_text().splitlines()
+    assert [json.loads(line, parse_constant=pytest.fail)["event"] for line in events].count("point") == 1
     assert tree["steps"] == 0
     assert tree["left_out"] == {"judge failed": 16}
     assert tree["stages"][-1]["metrics"]["greedy"]["judge/train"]["mean"] is None
@@ -916,3 +922,10 @@ def test_the_command_ends_with_its_codes(
     monkeypatch.setattr(sys, "argv", ["validate", "validation.nonsense=1"])
     assert main() == 2
     assert "unknown setting validation.nonsense" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("module", [estimates, report_page])
+def test_examples_in_the_docstrings(module: ModuleType) -> None:
+    result = doctest.testmod(module)
+    assert result.attempted
+    assert not result.failed

@@ -8,6 +8,7 @@ them. A version is made, and the KL and the guards measured to it, every `train.
 from __future__ import annotations
 
 import asyncio
+import math
 import random
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -526,7 +527,12 @@ class Course:
     def _add_point(self, scores: Mapping[str, Scores]) -> None:
         metrics = {how: one.estimates(self.tau_report) for how, one in scores.items()}
         self.curve.append(Point(self.step, self.completions, metrics))
-        flat = {f"{how}/{name}": one.mean for how, all_ in metrics.items() for name, one in all_.items()}
+        flat = {
+            f"{how}/{name}": one.mean
+            for how, all_ in metrics.items()
+            for name, one in all_.items()
+            if not math.isnan(one.mean)  # a judge failed: JSON has no word for it
+        }
         self.log.scalars(self.step, {f"held-out/{name}": value for name, value in flat.items()})
         self.log.event("point", step=self.step, completions=self.completions, **flat)
 
