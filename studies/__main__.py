@@ -20,7 +20,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from onlinerl.errors import OnlineRLError, SettingsError
-from onlinerl.redaction import redacted
+from onlinerl.redaction import redacted_url
 from studies import catalogue, performer, plan, workers
 from studies.plan import Run
 
@@ -137,7 +137,7 @@ def perform(words: list[str]) -> int:
     began = time.monotonic()
     performer.lay_out(out, small=given.small, every=given.set, sites=given.sites)
     call = {
-        "command": redacted(f"python -m studies {shlex.join(words)}"),
+        "command": f"python -m studies {shlex.join(published(words))}",
         "gpus": given.gpus,
         "cores": os.cpu_count(),
         "processes": given.processes,
@@ -163,6 +163,12 @@ def perform(words: list[str]) -> int:
         print(f"missing {len(tally.missing)}: {' '.join(run.key for run in tally.missing)}", flush=True)
     print(f"{len(tally.finished)} runs in {time.monotonic() - began:.0f} s, {len(failed)} failed", flush=True)
     return 1 if tally.missing or failed else 0
+
+
+def published(words: Sequence[str]) -> list[str]:
+    """The command's words without the secrets of their URLs. Word by word, since after quoting a URL with a
+    quote or a space in it no longer looks like one."""
+    return [redacted_url(word) if "://" in word else word for word in words]
 
 
 def report(words: list[str]) -> int:

@@ -416,7 +416,7 @@ def studies(words: list[str], folder: Path) -> subprocess.CompletedProcess[str]:
 def test_a_small_study_runs_without_what_serves(tmp_path: Path) -> None:
     out = tmp_path / "out"
     words = ["guards", "--arms", "one user", "--small", "--out", str(out), "--budget", "200",
-             "--set", "validation.judge.url=http://me:sk-0123456789@127.0.0.1:9/v1"]  # fmt: skip
+             "--set", "validation.judge.url=http://me:it's sk-0123456789@127.0.0.1:9/v1"]  # fmt: skip
     done = studies(words, tmp_path)
     assert done.returncode == 0, done.stdout + done.stderr
     (outcome,) = plan.read(out, ["guards"])
