@@ -196,6 +196,13 @@ class Looks:
         return found
 
 
+def now(c: Connection, experiment: Experiment) -> Look | None:
+    """A look at this moment; None for one that has not begun, or has ended."""
+    if not experiment.begun or experiment.state not in store.OPEN:
+        return None
+    return Looks().at(c, experiment, time.time())
+
+
 class Promotion:
     """Takes a policy's experiments forward: `run()` until cancelled, or `tick()` by hand."""
 

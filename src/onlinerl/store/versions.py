@@ -210,9 +210,9 @@ def transition(c: Connection, policy: str, id: int, to: VersionState, *, actor: 
     if to is VersionState.REJECTED and row.run is not None:
         _stop_run(c, policy, only=row.run)
         release_unlearned(c, row.run)
+    _stop_experiments(c, policy, id, to, actor)
     if current is not None:
         _stop_experiments(c, policy, current.id, VersionState.RETIRED, actor)
-    _stop_experiments(c, policy, id, to, actor)
     return get(c, policy, id)
 
 
