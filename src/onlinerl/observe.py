@@ -50,6 +50,11 @@ ENGINE_FAILURES = Counter(
     "Requests that an engine failed: before the first token, or after it.",
     ("policy", "when"),
 )
+PUSHED = Counter(
+    "onlinerl_pushed",
+    "Interactions pushed by whoever served them: recorded, duplicate, refused.",
+    ("policy", "status"),
+)
 FEEDBACK = Counter(
     "onlinerl_feedback",
     "Feedback received, by protocol, event and what became of it.",
@@ -95,6 +100,14 @@ LEFT_OUT = Gauge(
     "onlinerl_left_out",
     "Rated answers that runs left out so far, by reason.",
     ("policy", "reason"),
+)
+
+# -------------------------------------------------------------------------------------- webhooks
+
+WEBHOOKS = Counter(
+    "onlinerl_webhooks",
+    "Events posted to webhooks: delivered, failed (tried again), dropped (given up).",
+    ("outcome",),
 )
 
 
