@@ -23,9 +23,18 @@ from urllib.parse import quote
 
 import httpx
 
-from onlinerl.interface import FileOfVersion, Manifest, Notice, Run, RunProgress, Taken, Version, Webhook
-from onlinerl.interface import Feedback as FeedbackItem
-from onlinerl.interface import Pushed as Interaction
+from onlinerl.interface import (
+    Feedback,
+    FileOfVersion,
+    Manifest,
+    Notice,
+    Pushed,
+    Run,
+    RunProgress,
+    Taken,
+    Version,
+    Webhook,
+)
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -110,13 +119,13 @@ def _resume_run(policy: str, run: int) -> Call[Run]:
     return Call("POST", f"{_policy(policy)}/runs/{run}/resume")
 
 
-def _push(policy: str, interactions: Sequence[Interaction]) -> Call[list[Taken]]:
+def _push(policy: str, interactions: Sequence[Pushed]) -> Call[list[Taken]]:
     """Tell what was served, at most 256 at once; each gets its status. Again changes nothing."""
     body = {"interactions": list(interactions)}
     return Call("POST", f"{_policy(policy)}/interactions", body, read=lambda reply: reply.json()["results"])
 
 
-def _feedback(items: Sequence[FeedbackItem]) -> Call[list[Taken]]:
+def _feedback(items: Sequence[Feedback]) -> Call[list[Taken]]:
     """Tell what users made of answers, at most 256 at once; each gets its status."""
     return Call("POST", "/v1/feedback", list(items), read=lambda reply: reply.json()["results"])
 
@@ -182,7 +191,7 @@ class Client:
         return call.result(self._http.request(call.method, call.path, json=call.json, headers=call.headers))
 
     def download(self, policy: str, version: int, folder: Path, *, digest: str | None = None) -> Path:
-        """A version's files into `folder`, checked; again goes on where it was interrupted. See `_download`."""
+        """A version's files into `folder`, checked; again goes on where it ended. See `_download`."""
         steps = _download(policy, version, folder, digest)
         try:
             call = next(steps)
@@ -220,7 +229,7 @@ class AsyncClient:
         return call.result(reply)
 
     async def download(self, policy: str, version: int, folder: Path, *, digest: str | None = None) -> Path:
-        """A version's files into `folder`, checked; again goes on where it was interrupted. See `_download`."""
+        """A version's files into `folder`, checked; again goes on where it ended. See `_download`."""
         steps = _download(policy, version, folder, digest)
         try:
             call = next(steps)
@@ -289,7 +298,7 @@ def _fetch(url: str, path: Path, entry: FileOfVersion) -> Steps[None]:
         if _sha256(partial) == sha256:
             partial.replace(path)
             return
-        partial.unlink()  # what an earlier attempt left was no part of this file: once more from the beginning
+        partial.unlink()  # what an earlier attempt left was of another file: once more, from the beginning
     raise Damaged(f"{path.name} has another SHA-256 than the manifest says")
 
 
@@ -305,7 +314,7 @@ def verify(secret: str, signature: str, body: bytes, *, tolerance: float = 300.0
     """
     at, _, given = signature.removeprefix("t=").partition(",v1=")
     made = hmac.new(secret.encode(), at.encode() + b"." + body, hashlib.sha256).hexdigest()
-    if not hmac.compare_digest(made, given) or abs(time.time() - float(at)) > tolerance:
+    if not hmac.compare_digest(made.encode(), given.encode()) or abs(time.time() - float(at)) > tolerance:
         raise Damaged("the signature is not by this secret, or too old")
     notice: Notice = json.loads(body)
     return notice

@@ -25,7 +25,7 @@ REWARD_SOURCES = ("verdict", "retained", "score", "function")
 
 
 class Open:
-    """Marks a setting that holds text and may all the same come over HTTP: it names neither code nor a path."""
+    """Marks a setting of text that may come over HTTP all the same: it names neither code nor a path."""
 
 
 OPEN = Open()
@@ -754,7 +754,8 @@ def closed(item: FieldInfo) -> bool:
 def _text(kind: Any) -> bool:
     if get_origin(kind) is Literal:
         return False
-    return any(map(_text, get_args(kind))) or kind in (str, bytes, Path, Any, object)
+    branch = isinstance(kind, type) and issubclass(kind, Node)  # a list of them is looked at no further
+    return branch or any(map(_text, get_args(kind))) or kind in (str, bytes, Path, Any, object)
 
 
 def for_run(settings: Settings, policy: str, overrides: Mapping[str, Any]) -> Policy:
@@ -771,7 +772,7 @@ def for_run(settings: Settings, policy: str, overrides: Mapping[str, Any]) -> Po
             raise SettingsError(f"there is no setting {given[:200]!r} of a policy that is one single value")
         if closed(known[name]):
             raise SettingsError(
-                f"{name} may name code or a path, so it cannot be set over HTTP: put it into the settings file"
+                f"{name} can name code or a path, so HTTP cannot set it: put it into the settings file"
             )
         if not any(name == branch or name.startswith(f"{branch}.") for branch in RUN_READS):
             raise SettingsError(f"no run reads {name}: it can be set where `onlinerl serve` is started")

@@ -1,18 +1,14 @@
 """Version 1 of the controller's interface: the shapes of its answers, as the client gets them.
 
-The OpenAPI document is made of these, and `onlinerl.client` is typed with them. Within version 1 fields may be
-added, none goes and none changes its kind; `tests/recorded` holds every later server to it.
+The OpenAPI document is made of these, and `onlinerl.client` is typed with them. Within version 1 fields may
+be added, none goes and none changes its kind; `tests/recorded` holds every later server to it.
 """
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Any, Literal, NotRequired, Required
 
-from typing_extensions import (
-    NotRequired,
-    Required,
-    TypedDict,
-)  # pydantic reads no other TypedDict before Python 3.12
+from typing_extensions import TypedDict  # pydantic reads no other before Python 3.12
 
 VersionState = Literal["candidate", "canary", "live", "retired", "rejected"]
 RunState = Literal["pending", "running", "paused", "finished", "stopped", "failed"]
@@ -136,7 +132,7 @@ class Taken(TypedDict):
     status: str
     """Of interactions: recorded, duplicate, refused. Of feedback: refused, or a status of feedback."""
     reason: str
-    """Why it was refused; of an interaction that was recorded: why it cannot be learned from, "" where it can."""
+    """Why it was refused, or why what was recorded cannot be learned from; "" where neither."""
 
 
 class Batch(TypedDict):

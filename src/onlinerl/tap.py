@@ -1,4 +1,4 @@
-"""A tap for those who run a LiteLLM proxy in front of vLLM: what was served is pushed, and nothing waits for it.
+"""A tap for those who run a LiteLLM proxy before vLLM: what was served is pushed, and nothing waits for it.
 
 In the proxy's folder, a file `onlinerl_tap.py`, named in its configuration (docs/controller.md has that too):
 
@@ -6,8 +6,8 @@ In the proxy's folder, a file `onlinerl_tap.py`, named in its configuration (doc
 
     tap = litellm_callback(Tap("http://127.0.0.1:8081", KEY, "tab", version=0))
 
-The host's requests neither wait for the tap nor fail with it: what does not fit into its queue, or is refused, is
-dropped and counted. LiteLLM is not needed until `litellm_callback` is called.
+The host's requests neither wait for the tap nor fail with it: what does not fit into its queue, or is
+refused, is dropped and counted. LiteLLM is not needed until `litellm_callback` is called.
 """
 
 from __future__ import annotations
@@ -126,7 +126,8 @@ class Tap:
             delay = min(2 * delay, LONGEST_DELAY)
 
     def _lost(self, count: int) -> None:
-        self.dropped += count
+        with self._lock:
+            self.dropped += count
 
 
 def interactions(
@@ -190,7 +191,7 @@ def litellm_callback(tap: Tap) -> Any:
     """An instance of LiteLLM's CustomLogger that feeds `tap`; for `litellm_settings.callbacks`."""
     from litellm.integrations.custom_logger import CustomLogger
 
-    class LiteLLMTap(CustomLogger):  # type: ignore[misc]  # LiteLLM is not installed where types are checked
+    class LiteLLMTap(CustomLogger):  # type: ignore[misc]  # it is Any where LiteLLM is not installed
         """Told by LiteLLM, after the answer has gone out, of every request that succeeded."""
 
         def log_success_event(self, kwargs: Any, response_obj: Any, start_time: Any, end_time: Any) -> None:

@@ -1,6 +1,6 @@
 """The OpenAPI document: what each endpoint answers, and an example of every request and answer.
 
-`PAGES` is the table; tests send each example to a server, in this order, and hold the answer against the schema.
+`PAGES` is the table; tests send each example to a server, in this order, and hold the answers against it.
 """
 
 from __future__ import annotations
@@ -17,11 +17,13 @@ from onlinerl import interface
 from onlinerl.errors import RequestError
 from onlinerl.gateway.bodies import error_body
 
-ABOUT = """\
-One application answers on both ports. Paths under /admin/v1 are the controller's interface, version 1: start runs, \
-push interactions, fetch versions; they need the admin key (`Authorization: Bearer`, made at the first start, in \
-HOME/admin.key). Within version 1 fields may be added; none goes and none changes its kind: ignore those you do not \
-know. Errors have OpenAI's shape. docs/controller.md is the guide, `onlinerl.client` the client."""
+ABOUT = (
+    "One application answers on both ports. Paths under /admin/v1 are the controller's interface, version 1: "
+    "start runs, push interactions, fetch versions; they need the admin key (`Authorization: Bearer`, made "
+    "at the first start, in HOME/admin.key). Within version 1 fields may be added, none goes and none "
+    "changes its kind: ignore those you do not know. Errors have OpenAI's shape. docs/controller.md is the "
+    "guide, `onlinerl.client` the client in Python."
+)
 
 
 @dataclass(frozen=True)

@@ -1,8 +1,8 @@
 """GET …/versions/{version}/manifest and …/files/{name}: a version's bytes, for whoever serves it elsewhere.
 
-Only names that the manifest names are answered, so no path leads out of a version's folder. The ETag of a file
-is its SHA-256, the manifest's is the digest that the store has: a download can be resumed (`Range`, `If-Range`)
-and checked by whoever gets it.
+Only names that the manifest names are answered, so no path leads out of a version's folder. The ETag of a
+file is its SHA-256, the manifest's is the digest that the store has: a download can be resumed (`Range`,
+`If-Range`) and checked by whoever gets it.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """POST /admin/v1/policies/{policy}/interactions: answers that were served elsewhere, in batches (mode C).
 
 Whoever serves the policy's weights pushes what was asked and answered: the tokens, their log-probabilities,
-the version. Each item is looked at by itself: the good ones are kept, the others refused with a reason. The same
-batch again changes nothing. What is too incomplete to learn from is kept and counted all the same.
+the version. Each item is looked at by itself: the good ones are kept, the others refused with a reason. The
+same batch again changes nothing. What is too incomplete to learn from is kept and counted all the same.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""`python -m onlinerl.learning --policy P [--max-steps N] [--follow] [--run ID]`: one run, in a process of its own.
+"""`python -m onlinerl.learning --policy P [--max-steps N] [--follow] [--run ID]`: one run, by itself.
 
 The settings come as JSON in the environment variable ONLINERL_SETTINGS (the defaults without it), so that
 whoever starts a run needs neither torch nor a file. Exit codes: 0 ended, 1 failed, 2 wrong settings.

@@ -1,4 +1,4 @@
-"""Tells others what happens: posts the store's history to the settings' `webhooks`, signed, until they have it.
+"""Tells others what happens: posts the store's history to the `webhooks`, signed, until they have it.
 
 Each event goes out at least once, with an id by which the receiver tells a repetition, and the events of one
 policy in order: while one of them is refused the later ones of that policy wait. One is given up when it has
