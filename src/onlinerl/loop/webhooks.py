@@ -18,7 +18,7 @@ from urllib.parse import urlsplit
 
 import httpx
 import orjson
-from tenacity import AsyncRetrying, RetryCallState, retry_if_exception_type, wait_exponential_jitter
+from tenacity import AsyncRetrying, RetryCallState, retry_if_exception_type, wait_exponential, wait_random
 
 import onlinerl
 from onlinerl.config import Settings, Webhook
@@ -135,7 +135,7 @@ class Teller:
     async def _deliver(self, notice: Notice) -> bool:
         """Post it until it is taken; False once it is older than KEEP and still is not."""
         attempts = AsyncRetrying(
-            wait=wait_exponential_jitter(initial=FIRST_DELAY, max=LONGEST_DELAY, jitter=FIRST_DELAY),
+            wait=wait_exponential(multiplier=FIRST_DELAY, max=LONGEST_DELAY) + wait_random(0, FIRST_DELAY),
             stop=lambda state: time.time() - notice.at > KEEP,
             retry=retry_if_exception_type((httpx.HTTPError, Refused)),
             before_sleep=partial(self._failed, notice),
