@@ -88,7 +88,8 @@ def create_app(
 
     one = schema(NativeFeedback)
     verdicts = {"anyOf": [one, {"type": "array", "items": one, "minItems": 1, "maxItems": ITEMS}]}
-    route("POST", "/v1/completions", completions.create, "Complete text", body=schema(CompletionRequest))
+    wanted = {**schema(CompletionRequest), "required": ["prompt"]}
+    route("POST", "/v1/completions", completions.create, "Complete text", body=wanted)
     route("GET", "/v1/models", state.models, "Policies and loaded versions")
     route("GET", "/v1/models/{model:path}", state.model, "One policy or version")
     route("POST", "/v1/feedback", feedback.native, "Report verdicts", body=verdicts)
