@@ -115,7 +115,7 @@ async def running(
     policies: Sequence[str] = ("tab",),
     codec: Codec = CODEC,
 ) -> AsyncIterator[Gateway]:
-    dotted = [override for override in overrides if override.startswith("policies.")]
+    dotted = [override for override in overrides if override.startswith(("policies.", "webhooks="))]
     settings = load_settings(overrides=[*(f"policies.{name}={{}}" for name in policies), *dotted], home=home)
     for override in overrides:
         name, _, value = override.partition("=")
@@ -142,7 +142,8 @@ async def running(
                         digest="0" * 64,
                     ),
                 )
-            versions.promote(c, name, 0, actor="test")
+            if 0 in versions_:
+                versions.promote(c, name, 0, actor="test")
     engine = DoubleEngine()
     pool = SinglePool(engine)
     live: dict[str, int | None] = dict.fromkeys(policies, 0)

@@ -246,3 +246,59 @@ def test_steps_are_kept_by_batch_and_a_repeated_batch_replaces_its_numbers(c: Co
     runs.forget_steps(c, run=run.id, after_batch=1)
     assert [step.batch for step in runs.steps(c, run.id)] == [1]
     assert len(runs.steps(c, run.id + 1)) == 1
+
+
+def ask(c: Connection, now: float = 1000.0, **changes: Any) -> Run:
+    return runs.request(c, policy="tab", host=HOST, settings='{"b": 2}', now=now, **changes)
+
+
+def test_a_run_that_was_asked_for_waits_for_the_process_that_is_meant_for_it(c: Connection) -> None:
+    asked = ask(c, follow=True, last_batch=7)
+    assert (asked.state, asked.pid, asked.parent, asked.follow) == (RunState.PENDING, 0, 0, True)
+    assert not runs.alive(asked, 1000.1)
+    with pytest.raises(RunBusy, match=f"run {asked.id} of tab is pending"):
+        ask(c)
+    with pytest.raises(RunBusy, match="about to start"):
+        start(c, now=1001.0)
+    begun, resumed = runs.start(
+        c,
+        policy="tab",
+        host=HOST,
+        pid=os.getpid(),
+        settings="",
+        tau_of=lambda c: 0.3,
+        now=1002.0,
+        run=asked.id,
+    )
+    assert not resumed
+    assert (begun.id, begun.state, begun.tau, begun.pid) == (asked.id, RunState.RUNNING, 0.3, os.getpid())
+    assert (begun.follow, begun.last_batch) == (True, 7)
+    assert runs.settings(c, asked.id) == '{"b": 2}'
+    with pytest.raises(RunBusy, match="is running"):
+        ask(c, 1003.0)
+
+
+def test_one_that_nobody_begins_is_taken_by_the_next_process(c: Connection) -> None:
+    asked = ask(c)
+    begun, _ = start(c, now=1000.1 + runs.PATIENCE)
+    assert begun.id == asked.id
+    assert runs.settings(c, asked.id) == '{"a": 1}'
+
+
+def test_one_that_is_stopped_before_it_began_is_over_and_its_process_begins_no_other(c: Connection) -> None:
+    asked = ask(c)
+    assert runs.wish(c, "tab", asked.id, "stop").state is RunState.STOPPED
+    with pytest.raises(RunBusy, match="was stopped before"):
+        runs.start(
+            c, policy="tab", host=HOST, pid=1, settings="", tau_of=lambda c: 0.0, now=1001.0, run=asked.id
+        )
+    assert [run.id for run in runs.list_(c)] == [asked.id]
+    assert ask(c).id > asked.id
+
+
+def test_the_newest_step(c: Connection) -> None:
+    run, _ = start(c)
+    assert runs.last_step(c, run.id) is None
+    for batch in (2, 1):
+        runs.add_step(c, run=run.id, batch=batch, at=1.0, numbers={"reward": float(batch)})
+    assert runs.last_step(c, run.id) == Step(run=run.id, batch=2, at=1.0, numbers={"reward": 2.0})

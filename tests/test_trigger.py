@@ -22,6 +22,7 @@ from onlinerl.loop.trigger import RESTARTS, Trigger, Window, drift, due
 from onlinerl.records import Event, Feedback, Interaction, Run, RunState
 from onlinerl.store import feedback, interactions, runs
 from onlinerl.store.database import Database
+from tests.gateways import until
 from tests.versions import settings_of
 
 NOTHING = Window(0, 0)
@@ -66,9 +67,10 @@ def test_due(
 
 
 def test_the_command_names_policy_and_limits(tmp_path: Path) -> None:
-    line = launcher.command("tab", max_steps=3, follow=True)
+    line = launcher.command("tab", max_steps=3, follow=True, run=7)
     assert line[0] == sys.executable
-    assert line[1:] == ["-m", "onlinerl.learning", "--policy", "tab", "--max-steps", "3", "--follow"]
+    wanted = ["-m", "onlinerl.learning", "--policy", "tab", "--max-steps", "3", "--follow", "--run", "7"]
+    assert line[1:] == wanted
     settings = Settings(home=Path("somewhere"))
     given = Settings.model_validate_json(launcher.environment(settings)[launcher.SETTINGS_VARIABLE])
     assert given.home.is_absolute()
@@ -88,10 +90,15 @@ class Watch:
         self.trigger = Trigger("tab", self.settings, self.database)
         self.started: list[bool] = []
         """Whether each run was told to follow."""
+        self.runs: list[int | None] = []
+        """The run that each process was for; None: any."""
         self.script = "pass"
 
-        def command(policy: str, *, max_steps: int | None = None, follow: bool = False) -> list[str]:
+        def command(
+            policy: str, *, max_steps: int | None = None, follow: bool = False, run: int | None = None
+        ) -> list[str]:
             self.started.append(follow)
+            self.runs.append(run)
             return [sys.executable, "-S", "-c", self.script]
 
         monkeypatch.setattr(launcher, "command", command)
@@ -120,6 +127,17 @@ class Watch:
             )
         process.wait()
         return made
+
+    def asked_for(self, settings: str | None = None) -> Run:
+        """A run that the controller asked for."""
+        with self.database.write() as c:
+            return runs.request(
+                c,
+                policy="tab",
+                host=os.uname().nodename,
+                settings=settings or self.settings.policies["tab"].model_dump_json(),
+                now=time.time(),
+            )
 
     def run(self, id: int) -> Run:
         with self.database.read() as c:
@@ -312,3 +330,46 @@ async def test_a_crashed_run_follows_only_if_it_did_before(
     watch.dead_run()
     await watch.tick(time.time())
     assert watch.started == [False]
+
+
+async def test_a_run_that_was_asked_for_is_started_with_its_own_settings(watch: Watch) -> None:
+    watch.script = "import os; print(os.environ['ONLINERL_SETTINGS'])"
+    chosen = watch.settings.policies["tab"].model_copy(update={"train": config.Train(lr=7e-7)})
+    asked = watch.asked_for(chosen.model_dump_json())
+    await watch.tick(time.time())
+    await watch.settle()
+    assert (watch.started, watch.runs) == ([False], [asked.id])
+    (log,) = (watch.settings.home / "runs").glob("start-tab-*.log")
+    assert Settings.model_validate_json(log.read_text()).policies["tab"].train.lr == 7e-7
+
+
+async def test_one_that_was_asked_for_is_started_the_moment_it_is(watch: Watch) -> None:
+    slow = watch.settings.policies["tab"].trigger.model_copy(update={"interval": 3600.0})
+    watch.trigger._trigger = slow
+    running = asyncio.create_task(watch.trigger.run())
+    await until(lambda: watch.trigger._recount_at)  # its first look is over, the next one an hour away
+    watch.asked_for()
+    watch.trigger.wake()
+    await until(lambda: watch.started)
+    running.cancel()
+    await watch.settle()
+
+
+async def test_one_whose_process_never_begins_it_is_given_up(watch: Watch) -> None:
+    asked = watch.asked_for()
+    now = time.time()
+    for second in range(400):
+        await watch.tick(now + second / 10)
+        await watch.settle()
+    assert len(watch.started) == RESTARTS + 1
+    assert set(watch.runs) == {asked.id}
+    assert watch.run(asked.id).state is RunState.FAILED
+
+
+async def test_one_that_lost_its_ground_before_it_began_is_closed(watch: Watch) -> None:
+    asked = watch.asked_for()
+    with watch.database.write() as c:
+        c.exec_driver_sql("UPDATE runs SET wish = 'stop'")  # as a rollback does
+    await watch.tick(time.time())
+    assert watch.started == []
+    assert watch.run(asked.id).state is RunState.STOPPED

@@ -8,9 +8,9 @@ from __future__ import annotations
 import itertools
 import re
 import reprlib
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, get_args, get_origin
 
 import yaml
 from pydantic import (
@@ -23,6 +23,7 @@ from pydantic import (
     field_validator,
     model_validator,
 )
+from pydantic.fields import FieldInfo
 
 from onlinerl.errors import SettingsError
 from onlinerl.redaction import redacted_url
@@ -31,6 +32,13 @@ POLICY_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 BUILTIN_MODEL = "fim-27m"
 REWARD_FUNCTION = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)*:[^\W\d]\w*(\.[^\W\d]\w*)*")
 REWARD_SOURCES = ("verdict", "retained", "score", "function")
+
+
+class Open:
+    """Marks a setting of text that may come over HTTP all the same: it names neither code nor a path."""
+
+
+OPEN = Open()
 
 Fraction = Annotated[float, Field(ge=0, le=1)]
 Positive = Annotated[float, Field(gt=0)]
@@ -119,7 +127,7 @@ class Exploration(Node):
     each of them more of a gamble: so users opt in.
     """
 
-    users: Literal["none", "all"] | tuple[str, ...] = "none"
+    users: Annotated[Literal["none", "all"] | tuple[str, ...], OPEN] = "none"
     """Who opted in: nobody, everybody, or a list of sticky user keys."""
     share: Fraction = 0.1
     """Share of those who opted in that explores."""
@@ -155,7 +163,7 @@ class Rewards(Node):
     """A function of your own, `module:function`, whose number is added (`learning/rewards.py` has its
     contract). The module is looked for where the command was started and among what is installed. It is
     code: a file or the command line may name it, nothing that comes over HTTP ever may."""
-    weights: dict[str, float] = {}
+    weights: Annotated[dict[str, float], OPEN] = {}
     """What each source is multiplied with before they are summed: `verdict`, `retained`, `score`, `function`,
     and `function/NAME` where the function returns several numbers by name. One that is left out has 1. A
     client's own score takes the verdict's place, unless both are named here."""
@@ -205,7 +213,7 @@ class Cleaning(Node):
     """Drop requests from minified files, and those with blobs of encoded data (blob)."""
     shortest: Annotated[int, Field(ge=0)] = 3
     """Characters, white space not counted, that a prompt must have (short)."""
-    languages: tuple[str, ...] = ()
+    languages: Annotated[tuple[str, ...], OPEN] = ()
     """Languages to learn from, such as python; others are dropped (language), unknown ones are not. None
     named: all."""
     broken: Fraction | None = 0.01
@@ -276,7 +284,7 @@ class Lora(Node):
     """Rank of the adapter's matrices; 0 trains the weights themselves."""
     alpha: Count = 32
     """The adapter's product is scaled by this over `rank`."""
-    targets: Literal["all-linear"] | tuple[str, ...] = "all-linear"
+    targets: Annotated[Literal["all-linear"] | tuple[str, ...], OPEN] = "all-linear"
     """Which linear layers get one: all below the head, or names of modules, as `[q_proj, v_proj]`."""
     lr: Positive | None = None
     """The adapter's learning rate; default is `train.lr`. About ten times that of full training suits."""
@@ -382,9 +390,9 @@ class Experiments(Node):
 
     decide: Literal["automatic", "ask"] = "automatic"
     """Who promotes or gives up: the experiment, or a person whom it asks. It always aborts by itself."""
-    users: Literal["all"] | tuple[str, ...] = "all"
+    users: Annotated[Literal["all"] | tuple[str, ...], OPEN] = "all"
     """Who may take part: everybody with a user key, or a list of sticky user keys."""
-    projects: tuple[str, ...] = ()
+    projects: Annotated[tuple[str, ...], OPEN] = ()
     """Projects that may take part; none named: all."""
     share: Annotated[float, Field(gt=0, le=1)] = 1.0
     """Share of those who may that do take part."""
@@ -633,6 +641,21 @@ class Validation(Node):
         return name
 
 
+class Webhook(Node):
+    """An address that is told what happens to versions, runs and experiments (docs/controller.md)."""
+
+    url: Annotated[str, Field(pattern=r"^https?://[^\s/]+")]
+    """Where events are posted as JSON, signed."""
+    secret: Annotated[str, Field(min_length=1)]
+    """Name of the environment variable that holds the key of the signature; never the key itself."""
+    events: Annotated[tuple[Literal["version", "run", "experiment"], ...], Field(min_length=1)] = (
+        "version",
+        "run",
+        "experiment",
+    )
+    """What it is told about."""
+
+
 class Settings(Node):
     """The root."""
 
@@ -646,6 +669,8 @@ class Settings(Node):
     """The policies by name."""
     validation: Validation = Validation()
     """What `onlinerl validate` does."""
+    webhooks: tuple[Webhook, ...] = ()
+    """Who is told what happens: a list of `url`, `secret` and `events`."""
 
     @field_validator("home")
     @classmethod
@@ -657,6 +682,9 @@ class Settings(Node):
     @model_validator(mode="after")
     def _names(self) -> Settings:
         seen: dict[str, str] = {}
+        urls = [webhook.url for webhook in self.webhooks]
+        if len(set(urls)) < len(urls):
+            raise ValueError("webhooks: each url may be named once")
         for name, policy in self.policies.items():
             if not POLICY_NAME.fullmatch(name):
                 raise ValueError(f"policy name {name!r}: letters, digits, dot, dash and underscore only")
@@ -719,6 +747,63 @@ def load_settings(
         tree["home"] = home
     try:
         return Settings.model_validate(tree)
+    except ValidationError as error:
+        raise SettingsError(_explain(error)) from None
+
+
+# ----------------------------------------------------------------------------- settings over HTTP
+
+RUN_READS = ("train", "rewards", "cleaning", "trust", "joins.rest")
+"""What a training run reads of its policy's settings."""
+
+
+def leaves(node: type[Node], path: str = "") -> Iterator[tuple[str, FieldInfo]]:
+    """(dotted name, field) of every setting below a branch that is no branch itself."""
+    for name, item in node.model_fields.items():
+        below = item.annotation
+        if isinstance(below, type) and issubclass(below, Node):
+            yield from leaves(below, f"{path}{name}.")
+        else:
+            yield f"{path}{name}", item
+
+
+def closed(item: FieldInfo) -> bool:
+    """Whether a setting may not come over HTTP, because it could name code or a path.
+
+    One rule for the whole tree, and a new setting falls under it by itself: whatever can hold free text is
+    closed, unless it is marked OPEN. Numbers, switches and words from a fixed list are open.
+    """
+    return OPEN not in item.metadata and _text(item.annotation)
+
+
+def _text(kind: Any) -> bool:
+    if get_origin(kind) is Literal:
+        return False
+    branch = isinstance(kind, type) and issubclass(kind, Node)  # a list of them is looked at no further
+    return branch or any(map(_text, get_args(kind))) or kind in (str, bytes, Path, Any, object)
+
+
+def for_run(settings: Settings, policy: str, overrides: Mapping[str, Any]) -> Policy:
+    """The settings of a policy for one run, with `overrides` that came over HTTP, by dotted name.
+
+    Names are those of the command line, `policies.tab.train.lr`, or what follows the policy, `train.lr`.
+    Raises SettingsError for a name that is unknown, closed, or that no run reads, and for a wrong value.
+    """
+    known = dict(leaves(Policy))
+    tree = settings.policies[policy].model_dump(mode="json")
+    for given, value in overrides.items():
+        name = given.removeprefix(f"policies.{policy}.")
+        if name not in known:
+            raise SettingsError(f"there is no setting {given[:200]!r} of a policy that is one single value")
+        if closed(known[name]):
+            raise SettingsError(
+                f"{name} can name code or a path, so HTTP cannot set it: put it into the settings file"
+            )
+        if not any(name == branch or name.startswith(f"{branch}.") for branch in RUN_READS):
+            raise SettingsError(f"no run reads {name}: it can be set where `onlinerl serve` is started")
+        _set(tree, name.split("."), value, name)
+    try:
+        return Policy.model_validate(tree)
     except ValidationError as error:
         raise SettingsError(_explain(error)) from None
 
@@ -797,10 +882,15 @@ def reference() -> str:
             "|---|---|---|",
         ]
         for name, item in node.model_fields.items():
-            where, value = f"{path}.{name}" if path else name, getattr(branch, name)
+            where, value = f"{path}.{name}" if path else name, getattr(branch, name, None)
             if name == "policies":
                 queue.append(("policies.NAME", Policy()))
                 default = "one policy, `tab`"
+            elif name == "webhooks":
+                queue.append(("webhooks.N", Webhook(url="https://example.com", secret="NAME")))
+                default = "none"
+            elif item.is_required():
+                default = "must be given"
             elif isinstance(value, Node):
                 queue.append((where, value))
                 default = f"[below](#{where.replace('.', '').lower()})"

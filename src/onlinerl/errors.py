@@ -8,6 +8,7 @@ OnlineRLError
 │   ├── NotFound             404: no such model, version, run or interaction
 │   ├── Forbidden            401 / 403: no key, wrong key, wrong Host or Origin
 │   ├── Conflict             409: the state does not allow it
+│   ├── Gone                 410: a version whose files were collected
 │   └── TooLarge             413: body, prompt list or header beyond its limit
 ├── EngineError              an engine failed
 │   ├── EngineUnavailable    no replica can take the request now (HTTP 503)
@@ -80,6 +81,12 @@ class Conflict(RequestError):
     """The object's state does not allow the transition asked for."""
 
     status = 409
+
+
+class Gone(RequestError):
+    """It was there, and is not any more: a version whose files gc took."""
+
+    status = 410
 
 
 class TooLarge(RequestError):

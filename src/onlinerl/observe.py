@@ -50,6 +50,11 @@ ENGINE_FAILURES = Counter(
     "Requests that an engine failed: before the first token, or after it.",
     ("policy", "when"),
 )
+PUSHED = Counter(
+    "onlinerl_pushed",
+    "Interactions pushed by whoever served them: recorded, duplicate, refused.",
+    ("policy", "status"),
+)
 FEEDBACK = Counter(
     "onlinerl_feedback",
     "Feedback received, by protocol, event and what became of it.",
@@ -104,6 +109,14 @@ EXPERIMENTS = Counter(
     "onlinerl_experiment_decisions",
     "What was decided about experiments by themselves, proposals included, by kind.",
     ("policy", "kind"),
+)
+
+# -------------------------------------------------------------------------------------- webhooks
+
+WEBHOOKS = Counter(
+    "onlinerl_webhooks",
+    "Events posted to webhooks: delivered, failed (tried again), dropped (given up).",
+    ("outcome",),
 )
 
 

@@ -1,7 +1,7 @@
 """All that travels, in the order in which it travels.
 
     request → Generation → Token… Finish → Interaction → Feedback → Sample → Scored → Batch → Version → Run
-            → Experiment → Decision
+            → Experiment → Decision → Notice
 
 Each record is frozen and names who makes it and who eats it. Times are seconds since the epoch on
 the server's clock (`float`); token ids are `int`; log-probabilities are natural logarithms. The
@@ -443,6 +443,23 @@ class Run:
     last_batch: int | None = None
     """Batch after which it ends; None: it has no such bound."""
 
+    def describe(self) -> dict[str, Any]:
+        """As JSON for people and programs: what the controller's interface gives."""
+        return {
+            "policy": self.policy,
+            "id": self.id,
+            "state": self.state.value,
+            "parent": self.parent,
+            "created_at": iso(self.created_at),
+            "heartbeat_at": iso(self.heartbeat_at),
+            "step": self.step,
+            "last_batch": self.last_batch,
+            "follow": self.follow,
+            "tau": self.tau,
+            "wish": self.wish,
+            "message": self.message,
+        }
+
 
 @dataclass(frozen=True, slots=True)
 class Step:
@@ -617,6 +634,34 @@ class Decision:
             "proposed": self.proposed,
             "reason": self.reason,
             "numbers": {name: number for name, number in self.numbers.items() if math.isfinite(number)},
+        }
+
+
+@dataclass(frozen=True, slots=True)
+class Notice:
+    """Something that happened, told to webhooks. Made by the store from its own history, eaten by whoever
+    listens, perhaps more than once: `id` tells.
+
+    >>> Notice("version-7", "version.live", 1000.0, "tab", {"version": 3}).describe()["at"]
+    '1970-01-01T00:16:40.000Z'
+    """
+
+    id: str
+    """`version-7`: kind and number of the row of history; the same however often it is sent."""
+    type: str
+    """`version.live`: kind, and what it became or what was decided."""
+    at: float
+    policy: str
+    data: Mapping[str, Any]
+
+    def describe(self) -> dict[str, Any]:
+        """The body that is posted."""
+        return {
+            "id": self.id,
+            "type": self.type,
+            "at": iso(self.at),
+            "policy": self.policy,
+            "data": dict(self.data),
         }
 
 

@@ -37,6 +37,7 @@ from onlinerl.gateway.service import Service
 from onlinerl.loop.promotion import Promotion
 from onlinerl.loop.publisher import Publisher
 from onlinerl.loop.trigger import Trigger
+from onlinerl.loop.webhooks import Webhooks, secrets_of
 from onlinerl.observe import configure_logging, logger
 from onlinerl.records import Arm
 from onlinerl.store import versions
@@ -208,6 +209,7 @@ async def running(settings: Settings) -> AsyncIterator[Server]:
     """
     settings = settings.model_copy(update={"home": settings.home.resolve()})
     async with AsyncExitStack() as stack:
+        secrets_of(settings)  # one that is missing is told before anything begins
         presence = stack.enter_context(home_lock(settings.home))
         sockets = _listen(settings.server, stack)
         database = Database.open(settings.database_url)
@@ -227,6 +229,7 @@ async def running(settings: Settings) -> AsyncIterator[Server]:
 
         services: dict[str, Service] = {}
         publishers: dict[str, Publisher] = {}
+        triggers: dict[str, Trigger] = {}
         supervisors: list[Supervisor] = []
         for name, policy in settings.policies.items():
             pool = Pool(name)
@@ -246,7 +249,8 @@ async def running(settings: Settings) -> AsyncIterator[Server]:
                 pool.add(supervisor.engine)
                 supervisors.append(supervisor)
             tasks.append(asyncio.create_task(publisher.run(), name=f"publisher {name}"))
-            tasks.append(asyncio.create_task(Trigger(name, settings, database).run(), name=f"trigger {name}"))
+            trigger = triggers[name] = Trigger(name, settings, database)
+            tasks.append(asyncio.create_task(trigger.run(), name=f"trigger {name}"))
         for name in settings.policies:
             promotion = Promotion(
                 name,
@@ -259,6 +263,10 @@ async def running(settings: Settings) -> AsyncIterator[Server]:
         for supervisor in supervisors:
             tasks.append(asyncio.create_task(supervisor.run(), name=f"replica {supervisor.name}"))
 
+        if settings.webhooks:
+            telling = Webhooks(settings, database).run()
+            tasks.append(asyncio.create_task(telling, name="webhooks"))
+
         web = _Uvicorn(
             uvicorn.Config(
                 create_app(
@@ -268,6 +276,7 @@ async def running(settings: Settings) -> AsyncIterator[Server]:
                     settings,
                     admin_key=key,
                     replicas=lambda: describe_replicas(supervisors),
+                    wake=lambda policy: triggers[policy].wake(),
                 ),
                 http=Protocol,
                 ws="none",

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import hmac
 from collections.abc import Awaitable, Callable
 from functools import partial
 from typing import Any
@@ -12,8 +11,9 @@ from sqlalchemy.engine import Connection
 from starlette.requests import Request
 from starlette.responses import Response
 
-from onlinerl.errors import Forbidden, NotFound, RequestError
-from onlinerl.gateway.bodies import JSONReply, bearer, read_json
+from onlinerl.errors import NotFound, RequestError
+from onlinerl.gateway.bodies import JSONReply, read_json
+from onlinerl.gateway.keys import Gate
 from onlinerl.gateway.service import Services
 from onlinerl.records import Version
 from onlinerl.store import versions
@@ -41,17 +41,13 @@ class Admin:
         self._services = services
         self._writer = writer
         self._database = database
-        self._key = key
+        self._gate = Gate(key, services)
         self._replicas = replicas
         self._limit = body_limit
 
     def _allow(self, request: Request) -> None:
         """Raise Forbidden without the admin key."""
-        given = bearer(request.headers) or request.headers.get("x-admin-key", "").strip()
-        if not given:
-            raise Forbidden("the admin key is needed: send it as Authorization: Bearer", status=401)
-        if self._key is None or not hmac.compare_digest(given.encode(), self._key.encode()):
-            raise Forbidden("that is not the admin key", code="invalid_api_key")
+        self._gate.allow(request)
 
     def _policy(self, request: Request) -> str:
         name: str = request.path_params["policy"]

@@ -6,14 +6,13 @@ import html
 import ipaddress
 import socket
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 from urllib.parse import urlsplit
 
 from fastapi import FastAPI
 from fastapi.exceptions import RequestValidationError
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
-from pydantic import BaseModel
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import HTMLResponse, Response
@@ -28,8 +27,13 @@ from onlinerl.gateway.admin import Admin, Replicas
 from onlinerl.gateway.answers import UnderWay
 from onlinerl.gateway.bodies import JSONReply, error_reply
 from onlinerl.gateway.completions import CompletionRequest, Completions
-from onlinerl.gateway.feedback import ContinueEvent, FeedbackRoutes, NativeFeedback
+from onlinerl.gateway.document import describe, schema
+from onlinerl.gateway.feedback import ITEMS, ContinueEvent, FeedbackRoutes, NativeFeedback
+from onlinerl.gateway.files import Files
+from onlinerl.gateway.intake import Envelope, Intake, PushedInteraction
 from onlinerl.gateway.keys import Gate
+from onlinerl.gateway.listeners import Listeners
+from onlinerl.gateway.runs import RunRequest, Runs
 from onlinerl.gateway.service import Service, Services
 from onlinerl.store.database import Database, Writer
 
@@ -46,10 +50,12 @@ def create_app(
     *,
     admin_key: str | None = None,
     replicas: Replicas | None = None,
+    wake: Callable[[str], None] = lambda policy: None,
 ) -> FastAPI:
     """The gateway over running services.
 
-    admin_key: opens /admin/v1; None closes it. replicas: what GET /admin/v1/replicas tells.
+    admin_key: opens /admin/v1; None closes it. replicas: what GET /admin/v1/replicas tells. wake: called with
+    a policy's name when a run of it was asked for.
     """
     known = Services(services)
     limit = settings.server.body_limit
@@ -84,10 +90,13 @@ def create_app(
             path, endpoint, methods=[method], summary=summary, openapi_extra=extra, include_in_schema=shown
         )
 
-    route("POST", "/v1/completions", completions.create, "Complete text", body=_schema(CompletionRequest))
+    one = schema(NativeFeedback)
+    verdicts = {"anyOf": [one, {"type": "array", "items": one, "minItems": 1, "maxItems": ITEMS}]}
+    wanted = {**schema(CompletionRequest), "required": ["prompt"]}
+    route("POST", "/v1/completions", completions.create, "Complete text", body=wanted)
     route("GET", "/v1/models", state.models, "Policies and loaded versions")
     route("GET", "/v1/models/{model:path}", state.model, "One policy or version")
-    route("POST", "/v1/feedback", feedback.native, "Report a verdict", body=_schema(NativeFeedback))
+    route("POST", "/v1/feedback", feedback.native, "Report verdicts", body=verdicts)
     route(
         "POST",
         "/api/training/submit",
@@ -98,9 +107,9 @@ def create_app(
                 {
                     "type": "object",
                     "required": ["name", "data"],
-                    "properties": {"name": {"type": "string"}, "data": _schema(ContinueEvent)},
+                    "properties": {"name": {"type": "string"}, "data": schema(ContinueEvent)},
                 },
-                {**_schema(ContinueEvent), "required": ["accepted"]},
+                {**schema(ContinueEvent), "required": ["accepted"]},
             ]
         },
     )
@@ -116,7 +125,7 @@ def create_app(
         optional=True,
     )
     route("GET", f"{base}/experiments", trials.list_, "All experiments of a policy")
-    begin = _schema(experiments.Start)
+    begin = schema(experiments.Start)
     route("POST", f"{base}/experiments", trials.start, "Try a version on live users", body=begin)
     one = f"{base}/experiments/{{experiment}}"
     route("GET", one, trials.show, "One experiment: its decisions, and what its numbers say now")
@@ -125,7 +134,7 @@ def create_app(
         f"{one}/stop",
         trials.stop,
         "End an experiment; its canary is rejected",
-        body=_schema(experiments.Stop),
+        body=schema(experiments.Stop),
         optional=True,
     )
     route(
@@ -133,9 +142,28 @@ def create_app(
         f"{one}/confirm",
         trials.confirm,
         "Do what a waiting experiment proposes",
-        body=_schema(experiments.Confirm),
+        body=schema(experiments.Confirm),
         optional=True,
     )
+    # --- the controller's interface: runs, what was served elsewhere, versions' files, webhooks
+    gate = Gate(admin_key, known)
+    runs = Runs(gate, writer, database, settings, wake=wake, body_limit=limit)
+    route("POST", f"{base}/runs", runs.start, "Start a run", body=schema(RunRequest))
+    route("GET", f"{base}/runs", runs.list_, "All runs of a policy")
+    route("GET", f"{base}/runs/{{run}}", runs.show, "A run and how far it is")
+    route("DELETE", f"{base}/runs/{{run}}", runs.stop, "Stop a run")
+    route("POST", f"{base}/runs/{{run}}/pause", runs.pause, "Pause a run")
+    route("POST", f"{base}/runs/{{run}}/resume", runs.resume, "Let a paused run go on")
+    pushed = schema(Envelope)
+    pushed["properties"]["interactions"]["items"] = schema(PushedInteraction)
+    intake = Intake(gate, writer, body_limit=limit)
+    route("POST", f"{base}/interactions", intake.push, "Push what was served elsewhere", body=pushed)
+    files = Files(gate, database)
+    route("GET", f"{base}/versions/{{version}}/manifest", files.manifest, "What a version is made of")
+    route("GET", f"{base}/versions/{{version}}/files/{{name:path}}", files.file, "A file of a version")
+    listeners = Listeners(gate, database, settings.webhooks)
+    route("GET", "/admin/v1/webhooks", listeners.list_, "Whether webhooks have heard what happened")
+    # ---
     route("GET", "/admin/v1/replicas", admin.replicas, "The engines")
     route("GET", "/health", state.health, "The process lives")
     route("GET", "/ready", state.ready, "Every policy's live version can be served")
@@ -147,6 +175,13 @@ def create_app(
     app.add_exception_handler(RequestValidationError, _validation_error)
     app.add_exception_handler(Exception, _unknown_error)
     app.add_middleware(_Guard, host=settings.server.host)
+    document: dict[str, Any] = {}
+
+    def openapi() -> dict[str, Any]:
+        document.update({} if document else describe(app))
+        return document
+
+    app.openapi = openapi  # type: ignore[method-assign]  # as FastAPI's manual has it
     return app
 
 
@@ -301,20 +336,3 @@ async def _unknown_error(request: Request, error: Exception) -> Response:
     log.error("fault in the gateway", path=request.url.path[:80], kind=type(error).__name__)
     body = {"error": {"message": "internal error", "type": "server_error", "param": None, "code": None}}
     return JSONReply(body, 500)
-
-
-def _schema(model: type[BaseModel]) -> dict[str, Any]:
-    """The model's JSON schema without references, as OpenAPI wants it in place."""
-    schema = model.model_json_schema()
-    definitions = schema.pop("$defs", {})
-
-    def inline(node: Any) -> Any:
-        if isinstance(node, dict):
-            reference = node.get("$ref", "")
-            if reference:
-                return inline(definitions[reference.rpartition("/")[2]])
-            return {name: inline(value) for name, value in node.items()}
-        return [inline(item) for item in node] if isinstance(node, list) else node
-
-    result: dict[str, Any] = inline(schema)
-    return result

@@ -46,6 +46,14 @@ async def read_json(request: Request, limit: int) -> dict[str, Any]:
 
     Raises WrongMediaType, TooLarge, or RequestError with a sentence.
     """
+    body = await read_value(request, limit)
+    if not isinstance(body, dict):
+        raise RequestError("the body must be a JSON object")
+    return body
+
+
+async def read_value(request: Request, limit: int) -> Any:
+    """The body as whatever JSON it is; raises as `read_json` does."""
     kind = request.headers.get("content-type", "")
     if kind.partition(";")[0].strip().lower() != "application/json":
         raise WrongMediaType("the body must be JSON: send content-type: application/json")
@@ -65,12 +73,9 @@ async def read_json(request: Request, limit: int) -> dict[str, Any]:
     except ClientDisconnect:
         raise RequestError("the client left while it sent the body") from None
     try:
-        body = orjson.loads(b"".join(parts))
+        return orjson.loads(b"".join(parts))
     except orjson.JSONDecodeError as error:
         raise RequestError(f"the body is not valid JSON: {error}") from None
-    if not isinstance(body, dict):
-        raise RequestError("the body must be a JSON object")
-    return body
 
 
 def checked(model: type[Model], body: Mapping[str, Any]) -> Model:

@@ -23,7 +23,7 @@ from onlinerl import observe
 from onlinerl.errors import RequestError
 from onlinerl.gateway import joins
 from onlinerl.gateway.answers import PROJECT, UnderWay
-from onlinerl.gateway.bodies import JSONReply, checked, read_json, sticky
+from onlinerl.gateway.bodies import JSONReply, checked, read_json, read_value, sticky
 from onlinerl.gateway.service import Services
 from onlinerl.records import Event, Feedback, FeedbackStatus, Interaction, text_hash
 from onlinerl.store import feedback as feedback_store
@@ -32,6 +32,10 @@ from onlinerl.store.database import Writer
 
 UNDER_WAY = "under_way"
 """How feedback is joined that came before its interaction: when that is written, by its name."""
+ITEMS = 256
+"""Most pieces of feedback of one request."""
+REFUSED = "refused"
+"""Status of an item of a list that is no feedback; such an item by itself is a 400."""
 _RESERVED = "cmpl-"
 """Beginning of our own ids: a client that sends one back as its `completionId` is joined by it."""
 
@@ -93,26 +97,32 @@ class FeedbackRoutes:
         self._first = next(iter(services.by_name), "")
 
     async def native(self, request: Request) -> Response:
-        """POST /v1/feedback."""
-        body = await read_json(request, self._limit)
-        _shallow(body)
-        fields = checked(NativeFeedback, body)
-        feedback = Feedback(
-            source="native",
-            event=fields.event,
-            at=time.time(),
-            project=PROJECT,
-            id=fields.id,
-            index=fields.index,
-            user=sticky(request.headers, fields.user),
-            displayed_text=fields.displayed_text,
-            accepted_text=fields.accepted_text,
-            retained_characters=fields.retained_characters,
-            score=fields.score,
-            payload=MappingProxyType(body),
-        )
-        done = await self._keep(feedback, count=False)
+        """POST /v1/feedback: one piece, or a list of them with a status for each."""
+        body = await read_value(request, self._limit)
+        if isinstance(body, list):
+            return JSONReply({"results": await self._several(body, request.headers)})
+        done = await self._keep(_native(body, time.time(), request.headers), count=False)
         return JSONReply({"status": done.status})
+
+    async def _several(self, items: list[Any], headers: Mapping[str, str]) -> list[dict[str, Any]]:
+        """In one transaction, in their order; those that are none are refused and the others kept."""
+        if not 0 < len(items) <= ITEMS:
+            raise RequestError(f"a list holds 1 to {ITEMS} pieces of feedback, this one {len(items)}")
+        at = time.time()
+        read = [_native_or_why_not(item, at, headers) for item in items]
+        good = [one for one in read if isinstance(one, Feedback)]
+        recorded = iter(await self._writer.submit(partial(self._record_all, good)))
+        results = []
+        for item, one in zip(items, read, strict=True):
+            if isinstance(one, Feedback):
+                done = next(recorded)
+                _count(one, done)
+                results.append({"id": one.id, "index": one.index, "status": done.status, "reason": ""})
+            else:
+                id = item.get("id") if isinstance(item, dict) else None
+                name = id[:128] if isinstance(id, str) else None
+                results.append({"id": name, "index": 0, "status": REFUSED, "reason": one})
+        return results
 
     async def submit(self, request: Request) -> Response:
         """POST /api/training/submit."""
@@ -131,9 +141,11 @@ class FeedbackRoutes:
 
     async def _keep(self, feedback: Feedback, *, count: bool) -> Recorded:
         done = await self._writer.submit(partial(self._join_and_record, feedback, count))
-        observe.FEEDBACK.labels(feedback.source, feedback.event.value, done.status.value).inc()
-        observe.JOINS.labels(feedback.source, done.by).inc()
+        _count(feedback, done)
         return done
+
+    def _record_all(self, several: list[Feedback], connection: Connection) -> list[Recorded]:
+        return [self._join_and_record(one, False, connection) for one in several]
 
     def _join_and_record(self, feedback: Feedback, count: bool, connection: Connection) -> Recorded:
         """Find the interaction and keep the feedback, in the writer's transaction.
@@ -237,6 +249,40 @@ class FeedbackRoutes:
     def _parse(self, interaction: Interaction) -> tuple[str, str] | None:
         service = self._services.by_name.get(interaction.policy)
         return service.template.parse(interaction.prompt) if service and service.template else None
+
+
+def _native(body: Any, at: float, headers: Mapping[str, str]) -> Feedback:
+    """A piece of native feedback. Raises RequestError."""
+    if not isinstance(body, dict):
+        raise RequestError("feedback must be a JSON object")
+    _shallow(body)
+    fields = checked(NativeFeedback, body)
+    return Feedback(
+        source="native",
+        event=fields.event,
+        at=at,
+        project=PROJECT,
+        id=fields.id,
+        index=fields.index,
+        user=sticky(headers, fields.user),
+        displayed_text=fields.displayed_text,
+        accepted_text=fields.accepted_text,
+        retained_characters=fields.retained_characters,
+        score=fields.score,
+        payload=MappingProxyType(body),
+    )
+
+
+def _native_or_why_not(body: Any, at: float, headers: Mapping[str, str]) -> Feedback | str:
+    try:
+        return _native(body, at, headers)
+    except RequestError as error:  # isolated: one bad item must not cost the good ones
+        return str(error)
+
+
+def _count(feedback: Feedback, done: Recorded) -> None:
+    observe.FEEDBACK.labels(feedback.source, feedback.event.value, done.status.value).inc()
+    observe.JOINS.labels(feedback.source, done.by).inc()
 
 
 MESSAGES: Mapping[FeedbackStatus, str] = {

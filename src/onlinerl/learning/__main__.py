@@ -1,4 +1,4 @@
-"""`python -m onlinerl.learning --policy P [--max-steps N] [--follow]`: one run, in a process of its own.
+"""`python -m onlinerl.learning --policy P [--max-steps N] [--follow] [--run ID]`: one run, by itself.
 
 The settings come as JSON in the environment variable ONLINERL_SETTINGS (the defaults without it), so that
 whoever starts a run needs neither torch nor a file. Exit codes: 0 ended, 1 failed, 2 wrong settings.
@@ -21,7 +21,8 @@ from onlinerl.redaction import redacted
 @click.option("--policy", required=True, help="The policy to train.")
 @click.option("--max-steps", type=click.IntRange(min=1), help="End after so many batches.")
 @click.option("--follow", is_flag=True, help="Keep going as feedback arrives.")
-def main(policy: str, max_steps: int | None, follow: bool) -> None:
+@click.option("--run", "id", type=int, help="The run that it is for: one that waits, or whose process died.")
+def main(policy: str, max_steps: int | None, follow: bool, id: int | None) -> None:
     """Run one training run."""
     try:
         settings = Settings.model_validate_json(os.environ.get("ONLINERL_SETTINGS", "{}"))
@@ -31,7 +32,7 @@ def main(policy: str, max_steps: int | None, follow: bool) -> None:
     from onlinerl.learning.run import outcome, train  # torch takes seconds: wrong settings should not
 
     try:
-        run = train(settings, policy, max_steps=max_steps, follow=follow)
+        run = train(settings, policy, max_steps=max_steps, follow=follow, id=id)
     except SettingsError as error:
         click.echo(f"onlinerl: {error}", err=True)
         sys.exit(2)

@@ -46,12 +46,18 @@ MIXED = "it went on with settings that are not those it began with"
 
 
 def train(
-    settings: config.Settings, policy: str, *, max_steps: int | None = None, follow: bool = False
+    settings: config.Settings,
+    policy: str,
+    *,
+    max_steps: int | None = None,
+    follow: bool = False,
+    id: int | None = None,
 ) -> Run:
     """Train `policy` until there is nothing left to learn from (see `Trainer`); returns the ended run.
 
     Registers the base model as version 0 where there is no version yet. Resumes a run whose process died,
-    which goes on following, or ends at its last step, as it was started.
+    which goes on following, or ends at its last step, as it was started. `id` names the run that this
+    process is for; no other is begun then.
     Raises RunBusy when a run is at work, GuardTripped when a step left its band, other errors of the tree;
     the run is marked as failed then, and the last good version stands.
     """
@@ -73,6 +79,7 @@ def train(
                 now=time.time(),
                 follow=follow,
                 last_batch=max_steps,
+                run=id,
             )
         control = Control(database, run)
         control.start()

@@ -21,13 +21,17 @@ SETTINGS_VARIABLE = "ONLINERL_SETTINGS"
 """Environment variable in which a child process finds its settings as JSON."""
 
 
-def command(policy: str, *, max_steps: int | None = None, follow: bool = False) -> list[str]:
-    """The command line of one run, under this interpreter."""
+def command(
+    policy: str, *, max_steps: int | None = None, follow: bool = False, run: int | None = None
+) -> list[str]:
+    """The command line of one run, under this interpreter; `run`: the one that it is to begin or carry on."""
     line = [sys.executable, "-m", "onlinerl.learning", "--policy", policy]
     if max_steps is not None:
         line += ["--max-steps", str(max_steps)]
     if follow:
         line.append("--follow")
+    if run is not None:
+        line += ["--run", str(run)]
     return line
 
 
@@ -48,7 +52,12 @@ def child_environment(extra: Mapping[str, str]) -> dict[str, str]:
 
 
 def start(
-    settings: Settings, policy: str, *, max_steps: int | None = None, follow: bool = False
+    settings: Settings,
+    policy: str,
+    *,
+    max_steps: int | None = None,
+    follow: bool = False,
+    run: int | None = None,
 ) -> subprocess.Popen[bytes]:
     """Start a run in a session of its own: it goes on when the starter dies.
 
@@ -61,7 +70,7 @@ def start(
         folder.mkdir(parents=True, exist_ok=True)
         with open(folder / f"start-{policy}-{stamp}.log", "ab") as log:
             return subprocess.Popen(
-                command(policy, max_steps=max_steps, follow=follow),
+                command(policy, max_steps=max_steps, follow=follow, run=run),
                 env=environment(settings),
                 stdin=subprocess.DEVNULL,
                 stdout=log,

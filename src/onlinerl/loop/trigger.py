@@ -1,4 +1,5 @@
-"""When a policy learns: the watch that starts runs, and starts those again whose process died."""
+"""When a policy learns: the watch that starts runs, those that were asked for and those that are due, and
+starts those again whose process died."""
 
 from __future__ import annotations
 
@@ -85,15 +86,25 @@ class Trigger:
         self._restarts = 0
         self._restart_at = 0.0
         self._recount_at = 0.0
+        self._wake = asyncio.Event()
+
+    def wake(self) -> None:
+        """Look now: somebody asked for a run."""
+        self._wake.set()
 
     async def run(self) -> None:
-        """Look every `trigger.interval` seconds."""
+        """Look every `trigger.interval` seconds, and when woken."""
         while True:
+            self._wake.clear()
             try:
                 await self.tick(time.time())
             except (StoreError, RunError) as error:  # isolated: the next look may find the disk free again
                 log.warning("trigger failed", policy=self.policy, error=str(error))
-            await asyncio.sleep(self._trigger.interval)
+            try:
+                async with asyncio.timeout(self._trigger.interval):
+                    await self._wake.wait()
+            except TimeoutError:
+                pass
 
     async def tick(self, now: float) -> None:
         """One look at time `now`: start a run again whose process died, or start one that is due."""
@@ -122,8 +133,8 @@ class Trigger:
             self._ended(code, counts.waiting, now)
         RUNNING.labels(self.policy).set(active is not None)
         if active is not None:
-            if not runs.alive(active, now):
-                self._restart(active, now)
+            if active.state is RunState.PENDING or not runs.alive(active, now):
+                self._carry_on(active, now)
             return
         verdicts = counts.accepted + counts.rejected + counts.timeout
         recent, before = (Window(*window) for window in windows)
@@ -145,13 +156,15 @@ class Trigger:
         self._not_before = now + delay
         log.info("run ended", policy=self.policy, code=code, next_in=round(delay, 1))
 
-    def _restart(self, dead: Run, now: float) -> None:
+    def _carry_on(self, dead: Run, now: float) -> None:
+        """Start the process of a run that has none: it was asked for, or its process died."""
         if dead.wish == "stop":
-            self._finish(dead, RunState.STOPPED, "asked to stop; its process had died")
+            self._finish(dead, RunState.STOPPED, "asked to stop; it had no process")
             return
+        asked = dead.state is RunState.PENDING
         if self._crash != (dead.id, dead.step):
             self._crash = (dead.id, dead.step)
-            self._restarts = 0
+            self._restarts = -1 if asked else 0  # of one that was asked for the first is no restart
             self._restart_at = now
         if now < self._restart_at:
             return
@@ -164,8 +177,9 @@ class Trigger:
             return
         self._restarts += 1
         self._restart_at = now + _delay(self._restarts)
-        # It follows if it did before: the run itself knows.
-        self._launch("crash", self._as_started(dead), follow=False, run=dead.id, step=dead.step)
+        # It follows if it should: the run itself knows.
+        reason = "asked" if asked else "crash"
+        self._launch(reason, self._as_started(dead), follow=False, run=dead.id, step=dead.step)
 
     def _as_started(self, run: Run) -> Settings:
         """The settings with the policy's as they were when the run began: it goes on as it was."""
@@ -174,11 +188,13 @@ class Trigger:
         policies = {**self._settings.policies, self.policy: policy}
         return self._settings.model_copy(update={"policies": policies})
 
-    def _launch(self, reason: str, settings: Settings, *, follow: bool, **details: int) -> None:
-        self._child = launcher.start(settings, self.policy, follow=follow)
+    def _launch(
+        self, reason: str, settings: Settings, *, follow: bool, run: int | None = None, **details: int
+    ) -> None:
+        self._child = launcher.start(settings, self.policy, follow=follow, run=run)
         RUNS.labels(self.policy, reason).inc()
         RUNNING.labels(self.policy).set(1)
-        log.info("run started", policy=self.policy, reason=reason, pid=self._child.pid, **details)
+        log.info("run started", policy=self.policy, reason=reason, pid=self._child.pid, run=run, **details)
 
     def _finish(self, run: Run, state: RunState, message: str) -> None:
         with self._database.write() as c:

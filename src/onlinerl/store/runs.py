@@ -1,5 +1,7 @@
 """Training runs: one at a time for a policy, held by a lease, resumed after a crash.
 
+A run that the controller asked for is pending until a process begins it; `loop.trigger` starts that process.
+
 The process that trains owns its run by (host, pid). It must say that it lives (`heartbeat`) before LEASE is
 over; then, or when its process is gone from this host, the next `start` gets the same run back. Whoever
 lost a run is told by RunBusy at its next heartbeat and must not write anything more.
@@ -10,6 +12,7 @@ from __future__ import annotations
 import json
 import os
 import socket
+import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -20,13 +23,49 @@ from sqlalchemy.engine import Connection, Row
 from onlinerl.errors import Conflict, NotFound, RunBusy, SettingsError
 from onlinerl.records import RUN_TRANSITIONS, Run, RunState, Step
 from onlinerl.store import versions
+from onlinerl.store.schema import run_changes
 from onlinerl.store.schema import runs as table
 from onlinerl.store.schema import steps as steps_table
 
 LEASE = 15.0
 """Seconds after its last heartbeat in which nobody else may take a run."""
+PATIENCE = 60.0
+"""Seconds that a pending run waits for the process meant for it; then any other may begin it."""
 _UNFINISHED = tuple(state.value for state, following in RUN_TRANSITIONS.items() if following)
 _WISHES = ("", "stop", "pause")
+
+
+def request(
+    c: Connection,
+    *,
+    policy: str,
+    host: str,
+    settings: str,
+    now: float,
+    follow: bool = False,
+    last_batch: int | None = None,
+) -> Run:
+    """Ask for a run from the live version: it is pending until a process begins it.
+
+    Raises RunBusy naming the run that there is, also one that waits to be carried on after a crash;
+    NotFound when the policy has no live version.
+    """
+    row = _active_row(c, policy)
+    if row is not None:
+        raise RunBusy(f"run {row.id} of {policy} is {row.state} (step {row.step}): wait for it or stop it")
+    return _insert(
+        c,
+        policy=policy,
+        state=RunState.PENDING,
+        now=now,
+        host=host,
+        pid=0,
+        pid_started="",
+        tau=0.0,
+        settings=settings,
+        follow=follow,
+        last_batch=last_batch,
+    )
 
 
 def start(
@@ -40,14 +79,34 @@ def start(
     now: float,
     follow: bool = False,
     last_batch: int | None = None,
+    run: int | None = None,
 ) -> tuple[Run, bool]:
     """Begin a run from the live version, or take over a crashed one: (run, whether it is resumed).
 
     A resumed run keeps its parent and its τ, and ends where it would have ended: `follow` adds to what it
     was started with, `last_batch` replaces it. A crashed run that was told to stop is closed, and a new one
-    begins. Raises RunBusy naming a run that lives, NotFound when the policy has no live version.
+    begins. `run` names the pending or crashed one that the process is for: no other is begun then.
+    Raises RunBusy naming a run that lives, or when `run` is over; NotFound when the policy has no live
+    version.
     """
     row = _active_row(c, policy)
+    if run is not None and (row is None or row.id != run or row.wish == "stop"):
+        raise RunBusy(f"run {run} of {policy} was stopped before its process was there")
+    if row is not None and row.state == RunState.PENDING.value and row.wish != "stop":
+        if run is None and now - row.created_at <= PATIENCE:
+            raise RunBusy(f"run {row.id} of {policy} is about to start: wait for it or stop it first")
+        _set(
+            c,
+            row.id,
+            host=host,
+            pid=pid,
+            pid_started=_started(host, pid),
+            heartbeat_at=now,
+            tau=tau_of(c),
+            settings=row.settings if run is not None else settings,
+        )
+        _move(c, row, RunState.RUNNING)
+        return get(c, policy, row.id), False
     if row is not None:
         if alive(_run(row), now):
             raise RunBusy(
@@ -62,35 +121,26 @@ def start(
                 pid=pid,
                 pid_started=_started(host, pid),
                 heartbeat_at=now,
-                state=RunState.RUNNING.value,
                 follow=row.follow or follow,
                 last_batch=row.last_batch if last_batch is None else last_batch,
             )
+            _move(c, row, RunState.RUNNING)
             return get(c, policy, row.id), True
         _close(c, row, RunState.STOPPED, "told to stop; its process had died")
-    result = c.execute(
-        table.insert().values(
-            policy=policy,
-            state=RunState.RUNNING.value,
-            parent=versions.live(c, policy).id,
-            created_at=now,
-            heartbeat_at=now,
-            host=host,
-            pid=pid,
-            pid_started=_started(host, pid),
-            step=0,
-            tau=tau_of(c),
-            wish="",
-            message="",
-            settings=settings,
-            follow=follow,
-            last_batch=last_batch,
-        )
+    made = _insert(
+        c,
+        policy=policy,
+        state=RunState.RUNNING,
+        now=now,
+        host=host,
+        pid=pid,
+        pid_started=_started(host, pid),
+        tau=tau_of(c),
+        settings=settings,
+        follow=follow,
+        last_batch=last_batch,
     )
-    key = result.inserted_primary_key
-    if key is None:
-        raise AssertionError("the database gave the run no id")
-    return get(c, policy, key[0]), False
+    return made, False
 
 
 def heartbeat(c: Connection, run: Run, *, step: int, now: float) -> str:
@@ -112,7 +162,7 @@ def move(c: Connection, run: Run, to: RunState) -> Run:
     """Running ⇄ paused, by the process that owns it. Raises RunBusy as `heartbeat` does, Conflict."""
     row = _own(c, run)
     _allow(row, to)
-    _set(c, run.id, state=to.value)
+    _move(c, row, to)
     return get(c, run.policy, run.id)
 
 
@@ -128,7 +178,10 @@ def finish(c: Connection, run: Run, state: RunState, message: str) -> Run:
 
 
 def wish(c: Connection, policy: str, run: int, wish: str) -> Run:
-    """Ask a run to stop or to pause, or ("") take that back. Raises NotFound, Conflict for an ended run."""
+    """Ask a run to stop or to pause, or ("") take that back. Raises NotFound, Conflict for an ended run.
+
+    One that no process has begun yet stops here and now.
+    """
     if wish not in _WISHES:
         raise SettingsError(f"a run can be asked to 'stop' or 'pause', not {wish!r}")
     current = get(c, policy, run)
@@ -137,6 +190,10 @@ def wish(c: Connection, policy: str, run: int, wish: str) -> Run:
     if current.wish == "stop" and wish != "stop":
         raise Conflict(f"run {run} of {policy} is stopping")
     _set(c, run, wish=wish)
+    if wish == "stop" and current.state is RunState.PENDING:
+        row = _active_row(c, policy)
+        assert row is not None
+        _close(c, row, RunState.STOPPED, "stopped before it began")
     return get(c, policy, run)
 
 
@@ -192,6 +249,15 @@ def steps(c: Connection, run: int) -> list[Step]:
     ]
 
 
+def last_step(c: Connection, run: int) -> Step | None:
+    """What the newest batch of a run measured; None: it has done none."""
+    newest = sa.select(steps_table).where(steps_table.c.run == run).order_by(steps_table.c.batch.desc())
+    row = c.execute(newest.limit(1)).first()
+    if row is None:
+        return None
+    return Step(run=row.run, batch=row.batch, at=row.at, numbers=json.loads(row.numbers))
+
+
 def alive(run: Run, now: float) -> bool:
     """Whether the run's process lives, as far as can be seen from this host."""
     if not RUN_TRANSITIONS[run.state] or now - run.heartbeat_at > LEASE:
@@ -233,8 +299,51 @@ def _close(c: Connection, row: Row[Any], state: RunState, message: str) -> None:
     _allow(row, state)
     if RUN_TRANSITIONS[state]:
         raise Conflict(f"{state} is not an end of run {row.id}")
-    _set(c, row.id, state=state.value, message=message)
+    _move(c, row, state, message)
     versions.release_unlearned(c, row.id)
+
+
+def _insert(c: Connection, *, policy: str, state: RunState, now: float, **values: object) -> Run:
+    parent = versions.live(c, policy).id
+    result = c.execute(
+        table.insert().values(
+            policy=policy,
+            state=state.value,
+            parent=parent,
+            created_at=now,
+            heartbeat_at=now,
+            step=0,
+            wish="",
+            message="",
+            **values,
+        )
+    )
+    key = result.inserted_primary_key
+    if key is None:
+        raise AssertionError("the database gave the run no id")
+    made = get(c, policy, key[0])
+    _note(c, made, "", state, "")
+    return made
+
+
+def _move(c: Connection, row: Row[Any], to: RunState, message: str = "") -> None:
+    """Into another state, with the row of history that webhooks are told from; `row` is as it was before."""
+    _set(c, row.id, state=to.value, message=message or row.message)
+    _note(c, get(c, row.policy, row.id), row.state, to, message)
+
+
+def _note(c: Connection, run: Run, before: str, after: RunState, message: str) -> None:
+    c.execute(
+        run_changes.insert().values(
+            at=time.time(),
+            policy=run.policy,
+            run=run.id,
+            from_state=before,
+            to_state=after.value,
+            step=run.step,
+            message=message,
+        )
+    )
 
 
 def _set(c: Connection, run: int, **values: object) -> None:

@@ -221,6 +221,21 @@ sa.Index(
     "runs_one_active", runs.c.policy, unique=True, sqlite_where=_unfinished, postgresql_where=_unfinished
 )
 
+run_changes = sa.Table(
+    "run_changes",
+    metadata,
+    sa.Column("seq", sa.Integer, primary_key=True),
+    sa.Column("at", sa.Double, nullable=False),
+    sa.Column("policy", Words, nullable=False),
+    sa.Column("run", sa.Integer, nullable=False),
+    sa.Column("from_state", sa.String(16), nullable=False),  # "" when it was made
+    sa.Column("to_state", sa.String(16), nullable=False),
+    sa.Column("step", sa.Integer, nullable=False),
+    sa.Column("message", Words, nullable=False),
+)
+"""What `audit` is for versions: each state of each run, in order. From running to running: it was resumed."""
+sa.Index("run_changes_of", run_changes.c.policy, run_changes.c.seq)
+
 steps = sa.Table(
     "steps",
     metadata,
@@ -285,3 +300,20 @@ audit = sa.Table(
     sa.Column("reason", Words, nullable=False),
 )
 sa.Index("audit_of", audit.c.policy, audit.c.version)
+
+webhooks = sa.Table(
+    "webhooks",
+    metadata,
+    sa.Column("target", sa.String(16), primary_key=True),  # a digest of its URL, which may hold secrets
+    sa.Column("policy", Words, primary_key=True),
+    # How far it has been told: rows of each table up to these are done with.
+    sa.Column("audit", sa.Integer, nullable=False),
+    sa.Column("decisions", sa.Integer, nullable=False),
+    sa.Column("run_changes", sa.Integer, nullable=False),
+    sa.Column("delivered", sa.Integer, nullable=False),
+    sa.Column("dropped", sa.Integer, nullable=False),
+    sa.Column("failing_at", sa.Double),  # since when every attempt failed; null: the last one did not
+    sa.Column("error", sa.String(200), nullable=False),
+)
+"""How far each webhook has been told of each policy's history. The history itself is the queue: an event
+cannot be missed, and one who does not answer fills no table."""

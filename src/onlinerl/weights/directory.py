@@ -138,6 +138,27 @@ def read_manifest(url: str) -> Manifest:
     return _manifest(Path(_local(url)))[0]
 
 
+def file_path(url: str, name: str) -> str:
+    """Where a file of a version lies; `name` as its manifest has it, or the manifest's own."""
+    return str(Path(_local(url)) / name)
+
+
+def file_size(path: str) -> int:
+    """In bytes. Raises WeightsError when the file is not there."""
+    try:
+        return os.path.getsize(path)
+    except OSError as error:
+        raise WeightsError(f"{path} cannot be read: {error.strerror}") from None
+
+
+def open_file(path: str) -> BinaryIO:
+    """A file of a version to read; a link is none. Raises WeightsError when it is not there."""
+    try:
+        return os.fdopen(os.open(path, os.O_RDONLY | os.O_NOFOLLOW), "rb")
+    except OSError as error:
+        raise WeightsError(f"{path} cannot be read: {error.strerror}") from None
+
+
 def verify(url: str, digest: str | None = None) -> None:
     """Recompute every SHA-256; raises WeightsError naming the first fault.
 
