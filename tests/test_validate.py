@@ -325,6 +325,9 @@ def test_the_whole_course(base: Path, capsys: pytest.CaptureFixture[str]) -> Non
     old, new = load_file(base / "model" / "model.safetensors"), load_file(saved / "model.safetensors")
     assert old.keys() == new.keys()
     assert any(not torch.equal(old[name], new[name]) for name in old)
+    others = torch.cat([(old[name] != new[name]).flatten() for name in old])
+    (told,) = [event for event in events if event["event"] == "saved"]
+    assert told["changed"] == pytest.approx(others.double().mean().item())
     again = offline(base, f"policies.tab.model={saved}", "validation.completions=16", "validation.name=again")
     found, expected = report(again)["stages"][0]["metrics"], tree["stages"][1]["metrics"]
     for how in ("greedy", "sampled"):  # but for the rounding to the base's number format
@@ -642,9 +645,32 @@ def test_a_guard_ends_the_course_and_the_last_good_version_is_kept(
     tree = report(settings)
     assert said in tree["stopped_by"]
     assert tree["stages"][-1]["step"] == 0
+    assert_saved_unchanged(settings, base)
+    assert tree["stages"][-1]["metrics"] == tree["stages"][0]["metrics"]
+
+
+def assert_saved_unchanged(settings: Settings, base: Path) -> None:
+    """What was saved is the model that the run began with, and the log says so."""
+    saved = settings.validation.save
+    assert saved is not None
     old, new = load_file(base / "model" / "model.safetensors"), load_file(saved / "model.safetensors")
     assert all(torch.equal(old[name], new[name]) for name in old)
-    assert tree["stages"][-1]["metrics"] == tree["stages"][0]["metrics"]
+    log = settings.home / "validation" / settings.validation.name / "log.jsonl"
+    *_, told, warning = map(json.loads, log.read_text().splitlines())
+    assert (told["event"], told["changed"]) == ("saved", 0.0)
+    assert warning["event"] == "warning"
+    assert f"{saved} has the very weights of" in warning["text"]
+
+
+def test_learning_that_rounding_swallows_is_told(base: Path, tmp_path: Path) -> None:
+    settings = offline(
+        base,
+        f"validation.save={tmp_path / 'saved'}",
+        "validation.name=swallowed",
+        "policies.tab.train.lr=1e-44",
+    )
+    assert report(settings)["steps"] > 0
+    assert_saved_unchanged(settings, base)
 
 
 def test_a_number_that_is_none_never_reaches_the_weights(

@@ -291,6 +291,7 @@ class UnderWay:
         with its prompt or with its text after the cursor.
 
         Nothing where the client says that it displayed nothing: what it will have been sent is not known yet.
+        Asked by the store's writer, in its thread.
         """
         if feedback.id is not None:
             named = self._answers.get((feedback.id, feedback.index))
@@ -301,7 +302,7 @@ class UnderWay:
             suffix = None if feedback.suffix is None else text_hash(feedback.suffix)
             found = [
                 answer
-                for answer in self._answers.values()
+                for answer in list(self._answers.values())  # at one moment, whatever other threads do
                 if answer.prompt.text == feedback.prompt or answer.prompt.suffix_hash == suffix
             ]
         return [answer.so_far() for answer in found if answer.ask.project == feedback.project]

@@ -7,7 +7,7 @@ kept as it came. Windows use the server's receive time, never the client's clock
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from types import MappingProxyType
@@ -131,24 +131,20 @@ class FeedbackRoutes:
         )
 
     async def _keep(self, feedback: Feedback, *, count: bool) -> Recorded:
-        # Looked at before the store is: what is recorded in between is found in both, and counts as recorded.
-        under_way = self._under_way.meant(feedback)
-        done = await self._writer.submit(partial(self._join_and_record, feedback, under_way, count))
+        done = await self._writer.submit(partial(self._join_and_record, feedback, count))
         observe.FEEDBACK.labels(feedback.source, feedback.event.value, done.status.value).inc()
         observe.JOINS.labels(feedback.source, done.by).inc()
         return done
 
-    def _join_and_record(
-        self, feedback: Feedback, under_way: Sequence[Interaction], count: bool, connection: Connection
-    ) -> Recorded:
+    def _join_and_record(self, feedback: Feedback, count: bool, connection: Connection) -> Recorded:
         """Find the interaction and keep the feedback, in the writer's transaction.
 
         Feedback that means an answer under way is kept with that one's name, and joins it when it is
         written, as feedback does that names it itself.
         """
         if feedback.id is not None:
-            return self._record_by_id(connection, feedback, under_way, count)
-        found, by, displayed = self._find(connection, feedback, under_way)
+            return self._record_by_id(connection, feedback, count)
+        found, by, displayed = self._find(connection, feedback)
         if found is not None and displayed is not None:
             # As the store knows it: a beginning of what was served. The client's own text is in the payload.
             feedback = replace(feedback, displayed_text=found.completion[:displayed])
@@ -159,9 +155,8 @@ class FeedbackRoutes:
             return Recorded(status, UNDER_WAY)
         return Recorded(status, by, self._waiting(connection, policy) if count and found else 0)
 
-    def _record_by_id(
-        self, connection: Connection, feedback: Feedback, under_way: Sequence[Interaction], count: bool
-    ) -> Recorded:
+    def _record_by_id(self, connection: Connection, feedback: Feedback, count: bool) -> Recorded:
+        under_way = self._under_way.meant(feedback)
         named = next(iter(under_way), None)
         if named is None and len(self._services.by_name) > 1 and feedback.id is not None:
             named = interactions.get(connection, feedback.id, feedback.index)
@@ -179,9 +174,7 @@ class FeedbackRoutes:
     def _waiting(self, connection: Connection, policy: str) -> int:
         return interactions.counts(connection, policy=policy).waiting
 
-    def _find(
-        self, connection: Connection, feedback: Feedback, under_way: Sequence[Interaction]
-    ) -> tuple[Interaction | None, str, int | None]:
+    def _find(self, connection: Connection, feedback: Feedback) -> tuple[Interaction | None, str, int | None]:
         """(interaction, how it was found, characters displayed)."""
         if feedback.client_id:
             earlier = feedback_store.matched_before(
@@ -194,17 +187,17 @@ class FeedbackRoutes:
                 # the id is the client's: it must at least be about the same text
                 if text is None or displayed is not None or text in found.completion:
                     return found, "client", displayed
-        match = self._match(connection, feedback, under_way)
+        match = self._match(connection, feedback)
         if match is None:
             return None, "none", None
         return match.interaction, match.by, match.displayed
 
-    def _match(
-        self, connection: Connection, feedback: Feedback, under_way: Sequence[Interaction]
-    ) -> joins.Match | None:
+    def _match(self, connection: Connection, feedback: Feedback) -> joins.Match | None:
         """By the texts, among what is recorded and what is under way."""
         if feedback.displayed_text is None:
             return None
+        # Whoever has left these is in the store already; one that is in both counts as recorded.
+        under_way = self._under_way.meant(feedback)
 
         def near() -> list[Interaction]:
             if feedback.prefix is None or feedback.suffix is None:

@@ -83,7 +83,15 @@ def _run(
             report = course.go()
             tree = report.write(folder, settings, ground.device)
             if mine.save is not None and staging is not None:
-                save(ground.model, course.tensors(), staging, mine.save)
+                share = save(ground.model, course.tensors(), staging, mine.save)
+                log.event("saved", batch=course.step, changed=share)
+                if not share:
+                    words = (
+                        f"{mine.save} has the very weights of {ground.model}: what {course.step} steps "
+                        "taught is nothing, or too small for their number format (train.lr)"
+                    )
+                    log.event("warning", batch=course.step, text=words)
+                    print(words, file=sys.stderr)
         except KeyboardInterrupt:
             log.event("end", batch=course.step, message="interrupted")
             raise

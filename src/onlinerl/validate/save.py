@@ -13,6 +13,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from onlinerl.errors import ModelError, RunError, SettingsError
+from onlinerl.learning.rounding import changed
 from onlinerl.weights.header import read_header
 from onlinerl.weights.models import INDEX, model_files
 
@@ -37,43 +38,44 @@ def staged(folder: Path) -> Iterator[Path]:
 
 def check_writable(model: Path, names: Collection[str]) -> None:
     """Raise ModelError when `save` could not write tensors of these `names` as a copy of `model`."""
-    _formats(model, names)
+    _stored(model, names)
 
 
-def save(model: Path, tensors: Mapping[str, Tensor], staging: Path, folder: Path) -> None:
+def save(model: Path, tensors: Mapping[str, Tensor], staging: Path, folder: Path) -> float:
     """Write `tensors` as a copy of the model in `model`: its names, its number formats, its other files.
 
-    `staging` (of `staged`) becomes `folder`, which appears whole or not at all. Raises RunError when that
-    fails, and ModelError as `check_writable` does.
+    `staging` (of `staged`) becomes `folder`, which appears whole or not at all. Returns what share of its
+    weights is not as in `model`. Raises RunError when that fails, and ModelError as `check_writable` does.
     """
     try:
-        _write(model, tensors, staging)
+        share = _write(model, tensors, staging)
         staging.rename(folder)
     except (OSError, SafetensorError) as error:
         raise RunError(f"validation.save: {folder} cannot be written: {error}") from None
+    return share
 
 
-def _write(model: Path, tensors: Mapping[str, Tensor], staging: Path) -> None:
-    out = {
-        name: tensors[name].detach().to("cpu", dtype).contiguous()
-        for name, dtype in _formats(model, tensors.keys()).items()
-    }
+def _write(model: Path, tensors: Mapping[str, Tensor], staging: Path) -> float:
+    stored = _stored(model, tensors.keys())
+    out = {name: tensors[name].detach().to("cpu", dtype).contiguous() for name, (dtype, _) in stored.items()}
     for name in model_files(model):
         if not name.endswith(".safetensors") and name != INDEX:  # all weights go into one file
             shutil.copyfile(model / name, staging / name)
     save_file(out, staging / "model.safetensors", metadata={"format": "pt"})
+    return changed(out, {name: path for name, (_, path) in stored.items()})
 
 
-def _formats(model: Path, names: Collection[str]) -> dict[str, torch.dtype]:
-    """Number format of each tensor in the files of `model`."""
-    found: dict[str, torch.dtype] = {}
+def _stored(model: Path, names: Collection[str]) -> dict[str, tuple[torch.dtype, Path]]:
+    """Number format and file of each tensor of `model`."""
+    found: dict[str, tuple[torch.dtype, Path]] = {}
     for file in model_files(model):
         if not file.endswith(".safetensors"):
             continue
-        for place in read_header((model / file).resolve()):
+        path = (model / file).resolve()
+        for place in read_header(path):
             if place.name not in names or place.dtype not in DTYPES:
                 raise ModelError(
                     f"validation.save: tensor {place.name} ({place.dtype}) cannot be written back"
                 )
-            found[place.name] = DTYPES[place.dtype]
+            found[place.name] = DTYPES[place.dtype], path
     return found
