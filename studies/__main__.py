@@ -11,7 +11,6 @@ A killed or timed-out command keeps every finished run; the same command with `-
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import shlex
 import sys
@@ -136,13 +135,12 @@ def perform(words: list[str]) -> int:
     runs = [run for run in runs if run.key not in done]
     began = time.monotonic()
     performer.lay_out(out, small=given.small, every=given.set, sites=given.sites)
-    call = {
-        "command": f"python -m studies {shlex.join(published(words))}",
-        "gpus": given.gpus,
-        "cores": os.cpu_count(),
-        "processes": given.processes,
-    }
-    (out / "call.json").write_text(json.dumps(call) + "\n", encoding="utf-8")
+    performer.note(
+        out,
+        {run.study for run in runs},
+        f"python -m studies {shlex.join(published(words))}",
+        {"gpus": given.gpus, "cores": os.cpu_count(), "processes": given.processes},
+    )
     print(f"{len(runs)} runs, cost {sum(run.cost for run in runs):.1f}; {len(done)} are there", flush=True)
     with workers.mps(given.mps and given.gpus > 0):
         tally = workers.work_off(

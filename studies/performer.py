@@ -14,7 +14,7 @@ import os
 import re
 import shutil
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -101,7 +101,7 @@ def prepare(out: Path) -> Work:
     facts = {"each_worker": hardware(device), "libraries": libraries()}
     own = out / f"device.{os.getpid()}"
     own.write_text(json.dumps(facts), encoding="utf-8")
-    own.replace(out / "device.json")  # every worker says the same, the last one stays
+    own.replace(out / DEVICE)  # every worker says the same, the last one stays
     words: dict[str, list[str]] = json.loads((out / "settings.json").read_text(encoding="utf-8"))
     if words["after"] and not (out / "tiny").exists():
         made = tiny_model(out / f"tiny.{os.getpid()}")
@@ -323,13 +323,26 @@ EXTRAS: Mapping[str, Callable[[Path, Settings, Run, Path], Mapping[str, Any]]] =
 # ------------------------------------------------------------------------------------- machine, tiny
 
 
-def machine(out: Path) -> dict[str, Any]:
-    """What the runs of `out` ran on, as `lay_out` and the workers wrote it down."""
-    facts: dict[str, Any] = {}
-    for name in ("call.json", "device.json"):
-        if (out / name).exists():
-            facts |= json.loads((out / name).read_text(encoding="utf-8"))
-    return facts
+CALLS, DEVICE = "calls.json", "device.json"
+
+
+def note(out: Path, studies: Iterable[str], command: str, facts: Mapping[str, Any]) -> None:
+    """Write down the command that makes runs of `studies`, after those that made some before."""
+    calls = _json(out / CALLS)
+    for study in studies:
+        before = calls.get(study, {}).get("command")
+        calls[study] = {"command": command if before is None else f"{before}; {command}", **facts}
+    (out / CALLS).write_text(json.dumps(calls, indent=1) + "\n", encoding="utf-8")
+
+
+def machine(out: Path, study: str) -> dict[str, Any]:
+    """By what command and on what the runs of a study were made, as `note` and the workers wrote it down."""
+    return {**_json(out / CALLS).get(study, {}), **_json(out / DEVICE)}
+
+
+def _json(file: Path) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads(file.read_text(encoding="utf-8")) if file.exists() else {}
+    return found
 
 
 def tiny_model(folder: Path) -> Path:

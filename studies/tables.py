@@ -21,7 +21,7 @@ HOWS = {"sampled": "At T=1", "greedy": "Greedy"}
 
 def write(study: Study, outcomes: Sequence[Outcome], folder: Path, to: Path) -> Summary:
     """Make `to/STUDY.json`, `to/STUDY.md` and `to/STUDY.png`; `folder` is that of the outcomes."""
-    summary = summarise(study, outcomes, performer.machine(folder))
+    summary = summarise(study, outcomes, performer.machine(folder, study.name))
     to.mkdir(parents=True, exist_ok=True)
     text = json.dumps(summary, indent=1, ensure_ascii=False, allow_nan=False)
     (to / f"{study.name}.json").write_text(text + "\n", encoding="utf-8")

@@ -302,6 +302,56 @@ def test_the_numbers_of_a_run_and_those_of_the_page_are_the_same(tmp_path: Path)
     assert not unwritten, "docs/metrics.md explains what no run writes"
 
 
+RESULTS = (ROOT / "docs" / "RESULTS.md").read_text("utf-8")
+HEADLINE = json.loads((ROOT / "docs" / "results" / "headline.json").read_text("utf-8"))
+
+
+def told(text: str) -> list[tuple[float, float]]:
+    """Each number of a text and by how much it may be rounded."""
+    found = re.findall(r"[-+−]?\d*\.?\d+", text)
+    numbers = [(float(one.replace("−", "-")), len(one.partition(".")[2])) for one in found]
+    return [(value, 0.501 * 10**-digits) for value, digits in numbers]
+
+
+def test_the_headlines_table_is_that_of_its_json() -> None:
+    metrics = ["sampled.reward", "greedy.reward", "sampled.judge/report", "greedy.judge/report",
+               "sampled.accept_shown", "sampled.shown", "greedy.exact", "greedy.characters"]  # fmt: skip
+    table = RESULTS.partition("At lr 3e-5:")[2].partition("![learning curves]")[0]
+    rows = [line.strip("| ").split(" | ") for line in table.splitlines() if line.startswith("| (")]
+    rows += [line.strip("| ").split(" | ") for line in table.splitlines() if line.startswith("| before")]
+    assert len(rows) == 7
+    for label, *cells in rows:
+        facts = HEADLINE["start"]
+        if label != "before":
+            (arm,) = [
+                a for a in HEADLINE["arms"] if a.startswith(label[:4].rstrip()) and a.endswith("lr 3e-5")
+            ]
+            facts = HEADLINE["arms"][arm]["metrics"]
+        for metric, cell in zip(metrics, cells, strict=True):
+            if cell == "–":
+                continue
+            one = facts[metric]
+            scale = 100 if "%" in cell else 1
+            numbers = told(cell.replace("%", ""))
+            for (value, room), name in zip(numbers, ("mean", "low", "high"), strict=len(numbers) == 3):
+                assert value == pytest.approx(scale * one[name], abs=room), (label, metric, name)
+
+
+def test_differences_that_the_results_tell_are_in_the_json() -> None:
+    section = RESULTS.partition("![learning curves]")[2].partition("**Sabotages**")[0]
+    triples = re.findall(r"([+−]\.\d+) \[([+−]\.\d+), ([+−]\.\d+)\]", section)
+    assert len(triples) >= 4
+    for triple in triples:
+        numbers = told(" ".join(triple))
+        assert any(
+            all(
+                value == pytest.approx(row[name], abs=room)
+                for (value, room), name in zip(numbers, ("mean", "low", "high"), strict=True)
+            )
+            for row in HEADLINE["differences"]
+        ), triple
+
+
 def test_statuses_and_events_of_feedback_are_all_explained() -> None:
     from onlinerl.records import Event, FeedbackStatus
 

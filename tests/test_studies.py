@@ -435,6 +435,7 @@ def test_a_small_study_runs_without_what_serves(tmp_path: Path) -> None:
     summary = json.loads((tmp_path / "to" / "guards.json").read_text())
     assert summary["missing"] == {arm: [0] for arm in catalogue.guards().arms if "one user" not in arm}
     assert summary["machine"]["command"].startswith("python -m studies guards --arms 'one user' --small")
+    assert "--resume" not in summary["machine"]["command"]  # it made no run
     assert "torch" in summary["machine"]["libraries"]
     told = [*(tmp_path / "to").iterdir(), *out.glob("*.jsonl"), *out.glob("home/**/report.*")]
     assert len(told) > 4
@@ -493,6 +494,14 @@ def test_what_cannot_be_done_is_said_and_changes_nothing(
     told = capsys.readouterr().err
     assert all(text in told for text in said), told
     assert {file: file.read_bytes() for file in tmp_path.rglob("*") if file.is_file()} == before
+
+
+def test_every_study_keeps_the_commands_that_made_it(tmp_path: Path) -> None:
+    performer.note(tmp_path, ["noise", "silence"], "first", {"gpus": 1})
+    performer.note(tmp_path, ["silence"], "second", {"gpus": 2})
+    assert performer.machine(tmp_path, "noise") == {"command": "first", "gpus": 1}
+    assert performer.machine(tmp_path, "silence") == {"command": "first; second", "gpus": 2}
+    assert performer.machine(tmp_path, "tune") == {}
 
 
 def test_what_a_chosen_run_starts_from_is_chosen_too() -> None:
