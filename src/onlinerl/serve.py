@@ -28,6 +28,7 @@ import uvloop
 
 from onlinerl import base, config
 from onlinerl.config import Settings
+from onlinerl.dashboard import app as dashboard
 from onlinerl.engines.embedded import EmbeddedEngine
 from onlinerl.engines.pool import Pool
 from onlinerl.errors import EngineError, ModelError, NotFound, OnlineRLError, PortTaken, SettingsError
@@ -247,16 +248,26 @@ async def running(settings: Settings) -> AsyncIterator[Server]:
         for supervisor in supervisors:
             tasks.append(asyncio.create_task(supervisor.run(), name=f"replica {supervisor.name}"))
 
+        app = create_app(
+            services,
+            writer,
+            database,
+            settings,
+            admin_key=key,
+            replicas=lambda: describe_replicas(supervisors),
+        )
+        if settings.server.dashboard:
+            dashboard.mount(
+                app,
+                settings,
+                database,
+                live={name: one.live for name, one in services.items()},
+                admin_key=key,
+                replicas=lambda: describe_replicas(supervisors),
+            )
         web = _Uvicorn(
             uvicorn.Config(
-                create_app(
-                    services,
-                    writer,
-                    database,
-                    settings,
-                    admin_key=key,
-                    replicas=lambda: describe_replicas(supervisors),
-                ),
+                app,
                 http="httptools",
                 ws="none",
                 log_config=None,
@@ -409,6 +420,8 @@ def _greet(server: Server) -> None:
     names = ", ".join(server.settings.policies)
     print(f"completions  {server.url}/v1/completions   ({names})")
     print(f"feedback     {server.feedback_url}/v1/feedback")
+    if server.settings.server.dashboard:
+        print(f"dashboard    {server.url}/")
     print(f"data         {server.settings.home}")
     if server.key_is_new:
         print(f"admin key    {server.admin_key}   (kept in {server.settings.home / 'admin.key'})")
