@@ -10,13 +10,14 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import hmac
-import json
+import math
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
+import orjson
 from fastapi import FastAPI
 from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
@@ -25,7 +26,7 @@ from onlinerl.config import Settings
 from onlinerl.dashboard import export, views
 from onlinerl.errors import Forbidden, NotFound, RequestError
 from onlinerl.records import Verdict
-from onlinerl.store import charts
+from onlinerl.store import charts, versions
 from onlinerl.store.database import Database
 
 STATIC = Path(__file__).parent / "static"
@@ -45,11 +46,9 @@ FRESH = 1.0
 """Seconds in which an answer is given again without looking."""
 THRIFT = 20.0
 """A look that took long is not repeated before so many times as long: a board costs at most 5 % of a core."""
-SHOWN = 50
+SHOWN = 20
 """Most interactions of one answer."""
 FILTERS = (*(verdict.value for verdict in Verdict), "waiting")
-T = TypeVar("T")
-
 Replicas = Callable[[], Awaitable[list[dict[str, Any]]]]
 
 
@@ -117,8 +116,11 @@ class _Kept:
     """An answer that several may get."""
 
     lock: asyncio.Lock = field(default_factory=asyncio.Lock)
-    until: float = 0.0
-    """By the monotonic clock: until then nobody looks again."""
+    at: float = -math.inf
+    """When it was looked for, by the monotonic clock."""
+    until: float = -math.inf
+    """Until then nobody looks again, unless a version changed."""
+    versions: tuple[int, int] | None = None
     body: bytes = b""
     mark: str = ""
 
@@ -148,14 +150,15 @@ class _Pages:
         async def look() -> dict[str, Any]:
             return await asyncio.to_thread(self._board, policy, span)
 
-        kept = await self._keep(("board", policy, span), look)
+        kept = await self._keep(("board", policy, span), look, self._moved)
         serving = self._live[policy]() if policy in self._live else None
         mark = f'"{kept.mark}-{serving}"'
         if request.headers.get("if-none-match") == mark:
             return Response(status_code=304, headers={"etag": mark})
         # What the engines serve is known without looking, and must not lag behind a rollback.
-        body = b'{"serving":' + json.dumps(serving).encode() + b"," + kept.body[1:]
-        return Response(body, media_type="application/json", headers={"etag": mark, "cache-control": "no-store"})
+        body = b'{"serving":' + orjson.dumps(serving) + b"," + kept.body[1:]
+        headers = {"etag": mark, "cache-control": "no-store"}
+        return Response(body, media_type="application/json", headers=headers)
 
     def _board(self, policy: str, span: str) -> dict[str, Any]:
         now = time.time()
@@ -172,17 +175,32 @@ class _Pages:
         kept = await self._keep(("replicas",), look)
         return Response(kept.body, media_type="application/json", headers={"cache-control": "no-store"})
 
-    async def _keep(self, name: tuple[str, ...], look: Callable[[], Awaitable[Any]]) -> _Kept:
+    def _moved(self) -> tuple[int, int]:
+        with self._database.read() as c:
+            return versions.mark(c)
+
+    async def _keep(
+        self,
+        name: tuple[str, ...],
+        look: Callable[[], Awaitable[Any]],
+        moved: Callable[[], tuple[int, int]] | None = None,
+    ) -> _Kept:
+        """What `look` found, at most FRESH seconds ago, or longer ago where looking is dear and `moved`, which
+        is cheap, says that no version changed since."""
         kept = self._kept.setdefault(name, _Kept())
         async with kept.lock:
             started = time.monotonic()
-            if started >= kept.until:
-                found = await look()
-                took = time.monotonic() - started
-                marked = {key: value for key, value in found.items() if key != "at"} if isinstance(found, dict) else found
-                kept.body = json.dumps(found, separators=(",", ":")).encode()
-                kept.mark = hashlib.sha256(json.dumps(marked).encode()).hexdigest()[:16]
-                kept.until = time.monotonic() + max(FRESH, THRIFT * took)
+            if started < kept.at + FRESH:
+                return kept
+            versions_are = await asyncio.to_thread(moved) if moved else None
+            if started < kept.until and versions_are == kept.versions:
+                return kept
+            found = await look()
+            kept.body = orjson.dumps(found)
+            kept.mark = hashlib.sha256(kept.body).hexdigest()[:16]
+            kept.versions = versions_are
+            kept.at = time.monotonic()
+            kept.until = kept.at + THRIFT * (kept.at - started)
         return kept
 
     # ------------------------------------------------------------------------ what needs the key
@@ -204,8 +222,7 @@ class _Pages:
             weight, code = settings.rewards.timeout_weight, settings.dashboard.code == "shown"
             return [views.interaction(one, tau=tau, weight=weight, code=code) for one in found]
 
-        body = json.dumps(await asyncio.to_thread(look), separators=(",", ":"))
-        return Response(body, media_type="application/json", headers={"cache-control": "no-store"})
+        return _json(await asyncio.to_thread(look))
 
     async def order(self, request: Request) -> Response:
         """GET /dashboard/export?policy=…&span=…: a link that downloads the interactions, valid for a minute."""
@@ -219,8 +236,7 @@ class _Pages:
 
         tau = await asyncio.to_thread(look)
         order = export.Order(policy, now - span.seconds, now, tau, int(now + export.VALID))
-        body = json.dumps({"url": f"/dashboard/export.csv?{order.query(key)}"})
-        return Response(body, media_type="application/json", headers={"cache-control": "no-store"})
+        return _json({"url": f"/dashboard/export.csv?{order.query(key)}"})
 
     async def download(self, request: Request) -> Response:
         """GET /dashboard/export.csv: what a signed link asks for, as it is read."""
@@ -260,6 +276,12 @@ class _Pages:
         if self._key is None or not hmac.compare_digest(given.strip().encode(), self._key.encode()):
             raise Forbidden("that is not the admin key", code="invalid_api_key")
         return self._key
+
+
+def _json(found: Any) -> Response:
+    """An answer that nobody keeps."""
+    headers = {"cache-control": "no-store"}
+    return Response(orjson.dumps(found), media_type="application/json", headers=headers)
 
 
 def _span(request: Request) -> str:

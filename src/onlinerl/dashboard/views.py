@@ -68,7 +68,6 @@ def board(c: Connection, policy: str, settings: config.Policy, span: Span, now: 
     shown = open_ or (past[0] if past else None)
     return {
         "policy": policy,
-        "at": now,
         "span": {"since": since, "until": until, "width": span.width, "words": span.words},
         "tau": {"value": tau, "origin": origin},
         "totals": asdict(counts),
@@ -76,7 +75,7 @@ def board(c: Connection, policy: str, settings: config.Policy, span: Span, now: 
         "by_version": {str(id): _summary(mine, tau, weight) for id, mine in _grouped(slices).items()},
         "series": _series(slices, since, span, min(now, until), tau, weight),
         "changes": [asdict(one) for one in charts.changes(c, policy=policy, since=since)],
-        "feedback": charts.statuses(c, since=since),
+        "feedback": {status.value: n for status, n in charts.statuses(c, since=since).items()},
         "live": None if live is None else live.id,
         "live_at": None if live is None else live.live_at,
         "previous": None if previous is None else previous.id,
@@ -150,7 +149,9 @@ def _series(
             {
                 "version": id,
                 "rate": [_rate(at[place]) if place in at else None for place in range(number)],
-                "reward": [_reward(at[place], tau, weight) if place in at else None for place in range(number)],
+                "reward": [
+                    _reward(at[place], tau, weight) if place in at else None for place in range(number)
+                ],
                 "shown": [at[place]["shown"] if place in at else 0 for place in range(number)],
             }
         )

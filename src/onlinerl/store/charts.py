@@ -271,14 +271,12 @@ def export(database: Database, *, policy: str, since: float, until: float) -> It
             for kind in KINDS
         ]
     firsts = [low for low, _ in bounds if low is not None]
-    after, last = min(firsts, default=0) - 1, max((high for _, high in bounds if high is not None), default=-1)
+    after, last = (
+        min(firsts, default=0) - 1,
+        max((high for _, high in bounds if high is not None), default=-1),
+    )
     while after < last:
-        query = (
-            sa.select(interactions)
-            .where(t.seq > after, t.seq <= last)
-            .order_by(t.seq)
-            .limit(_CHUNK)
-        )
+        query = sa.select(interactions).where(t.seq > after, t.seq <= last).order_by(t.seq).limit(_CHUNK)
         with database.read() as c:
             rows = c.execute(query).all()
         if not rows:

@@ -64,7 +64,7 @@ function options(spec, width) {
     width, height: spec.height,
     padding: [spec.marks?.length ? 18 : 8, 8, 0, 0],
     cursor: { drag: { x: false, y: false }, points: { size: 7 } },
-    legend: { show: spec.legend !== false, live: true },
+    legend: { show: spec.legend !== false, live: true, markers: { width: 0, fill: (plot, n) => css(spec.lines[n - 1]?.color ?? "--line") } },
     scales: {
       x: spec.x ? { time, range: () => spec.x } : { time },
       y: { range: (_, low, high) => bounds(low, high, spec) },
@@ -76,10 +76,10 @@ function options(spec, width) {
         values: (_, at) => at.map(spec.format) },
     ],
     series: [
-      { label: time ? "time" : "batch", value: (_, at) => (at == null ? "–" : time ? when(at) : String(at)) },
+      { label: "at", value: (_, at) => (at == null ? "" : time ? when(at) : String(at)) },
       ...spec.lines.map((line) => ({
         label: line.label, stroke: css(line.color), width: line.width ?? 2, dash: line.dash,
-        value: (_, value) => (value == null ? "–" : spec.format(value)),
+        value: (_, value) => (value == null ? "" : spec.format(value)),
         points: { size: 5, fill: css(line.color), filter: lonely },
         spanGaps: false,
       })),

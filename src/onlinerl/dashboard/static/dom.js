@@ -48,6 +48,7 @@ export function morph(from, to) {
 }
 
 export function children(parent, wanted) {
+  wanted = wanted.flat(Infinity).filter((node) => node !== null && node !== undefined && node !== false);
   wanted.forEach((node, place) => {
     const there = parent.childNodes[place];
     if (there) morph(there, node);

@@ -10,6 +10,7 @@ const FATES = {
 export function now({ board, replicas }) {
   return [head(board), tiles(board), board.window.opportunities ? charts(board) : first(board),
     board.experiment && !board.experiment.ended_at ? running(board.experiment) : null,
+    board.window.opportunities ? card("", table(board)) : null,
     h("div.pair", {}, engines(replicas, board), feedback(board))];
 }
 
@@ -44,7 +45,7 @@ function charts(board) {
       curves(board, "rate", said((one) => percent(one.rate), "Accept rate"), { format: (x) => `${Math.round(x * 100)} %`, floor: 0 })),
     card("Reward per request", h("p.note", {}, `accept 1−τ, reject −τ, silence 0; τ ${board.tau.value.toFixed(3)} of ${board.tau.origin} for all`),
       curves(board, "reward", said((one) => signed(one.reward), "Reward per request"), { format: (x) => x.toFixed(2), zero: true }))),
-  card("", table(board))];
+  ];
 }
 
 function first(board) {

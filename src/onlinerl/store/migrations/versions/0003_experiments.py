@@ -76,9 +76,7 @@ def upgrade() -> None:
 def downgrade() -> None:
     op.drop_index("feedback_recent", "feedback")
     op.drop_index("interactions_kind", "interactions")
-    op.create_index(
-        "interactions_kind", "interactions", ["policy", "kind", "at", "verdict"], unique=False
-    )
+    op.create_index("interactions_kind", "interactions", ["policy", "kind", "at", "verdict"], unique=False)
     op.drop_index("interactions_experiment", "interactions")
     op.drop_column("interactions", "unit")
     op.drop_column("interactions", "experiment")
