@@ -15,11 +15,21 @@ import sqlalchemy as sa
 
 from onlinerl import base
 from onlinerl.config import Experiments, Settings
-from onlinerl.records import Arm, Decision, DecisionKind, Experiment, ExperimentState, RunState, text_hash
+from onlinerl.records import (
+    Arm,
+    Decision,
+    DecisionKind,
+    Experiment,
+    ExperimentState,
+    RunState,
+    VersionState,
+    text_hash,
+)
 from onlinerl.store import experiments, runs, versions
 from onlinerl.store.database import Database
 from onlinerl.store.schema import audit, feedback, interactions, tallies
 from onlinerl.store.schema import versions as versions_table
+from tests.store_helpers import version
 from tests.versions import make_version
 
 DAY = 86_400.0
@@ -28,9 +38,9 @@ RATES = (0.21, 0.24, 0.26, 0.19, 0.28, 0.31)
 ANSWERS = (
     (" return", " sum", "(values", ")", " /", " len", "(values", ")"),
     (" for", " key", ",", " value", " in", " self", "._items", ".items", "():"),
-    ("with", " open", "(path", ",", ' encoding="utf-8"', ")", " as", " file", ":", "\n        return", " json", ".load", "(file)"),
+    ("with", " open", "(path", ")", " as", " file", ":", "\n        return", " json", ".load", "(file)"),
     ("raise", " ValueError", '(f"', "unknown", " option", " {name!r}", '")'),
-    ("if", " not", " isinstance", "(other", ",", " type", "(self)", "):", "\n            return", " NotImplemented"),
+    ("if", " not", " isinstance", "(other", ",", " Point", "):", "\n            return", " NotImplemented"),
 )  # fmt: skip
 PREFIXES = (
     'def mean(values):\n    """Arithmetic mean of at least one number."""\n   ',
@@ -41,11 +51,26 @@ PREFIXES = (
 )
 
 
-def lived(settings: Settings, database: Database, *, now: float) -> None:
-    """Versions 0 to 5, with real weights: 0 to 2 and 4 were live, 3 was taken back, 5 is live, 6 waits."""
-    base.ensure(settings, "tab", database)
+def lived(settings: Settings, database: Database, *, now: float, weights: bool = True) -> None:
+    """Versions 0 to 6: 0 to 2 and 4 were live, 3 was and was taken back, 5 is live, 6 waits.
+
+    weights: with their folders, so that engines can load them.
+    """
+    if weights:
+        base.ensure(settings, "tab", database)
+    else:
+        with database.write() as c:
+            versions.register(c, version(0))
+    with database.write() as c:
+        if versions.get(c, "tab", 0).state is VersionState.CANDIDATE:
+            versions.promote(c, "tab", 0, actor="base model")
     for parent in (0, 1, 2, 2, 4, 5):
-        made = make_version(settings, database, parent=parent, scale=1.0 + 1e-4 * (parent + 1))
+        if weights:
+            made = make_version(settings, database, parent=parent, scale=1.0 + 1e-4 * (parent + 1))
+        else:
+            with database.write() as c:
+                made = version(versions.next_id(c, "tab"), parent=parent)
+                versions.register(c, made)
         if made.id < 6:
             with database.write() as c:
                 versions.promote(c, "tab", made.id, actor="experiment" if made.id > 1 else "admin")
@@ -80,23 +105,24 @@ def traffic(database: Database, count: int, *, now: float, seed: int = 0, span: 
     luck, pick = draw.random(count), draw.integers(0, len(ANSWERS), count)
     for n in range(count):
         at, kind = float(ats[n]), str(kinds[n])
-        version = max([0, *(id for id, start in enumerate(went_live) if start <= at)])
-        if version == 3 and at >= back:
-            version = 2
-        rate = RATES[version]
+        served = max([0, *(id for id, start in enumerate(went_live) if start <= at)])
+        if served == 3 and at >= back:
+            served = 2
+        rate = RATES[served]
         verdict = (
             "silent" if kind == "silent" else None if kind == "nothing"
             else "accepted" if luck[n] < rate else "rejected" if luck[n] < rate + 0.25
             else "timeout" if luck[n] < 0.93 else None
         )  # fmt: skip
         tokens = ANSWERS[pick[n]] if kind == "shown" else ("",) if kind == "silent" else ()
-        rows.append(_row(n, at, kind, version, verdict, tokens, PREFIXES[pick[n]], draw))
+        rows.append(_row(n, at, kind, served, verdict, tokens, PREFIXES[pick[n]], draw))
         mine = counts.setdefault(
-            version, dict.fromkeys(("opportunities", "shown", "silent", "accepted", "rejected", "timeout"), 0)
+            served, dict.fromkeys(("opportunities", "shown", "silent", "accepted", "rejected", "timeout"), 0)
         )
         mine["opportunities"] += 1
-        for name in {kind, verdict} & mine.keys():
-            mine[name] += 1
+        for name in (kind, verdict):
+            if name in mine:
+                mine[str(name)] += 1
         if verdict in ("accepted", "rejected", "timeout"):
             reports.append(_report(n, at, verdict, draw))
     with database.write() as c:
@@ -104,24 +130,25 @@ def traffic(database: Database, count: int, *, now: float, seed: int = 0, span: 
             c.execute(interactions.insert(), rows[start : start + 5000])
         for start in range(0, len(reports), 5000):
             c.execute(feedback.insert(), reports[start : start + 5000])
-        for version, mine in counts.items():
-            c.execute(tallies.insert().values(policy="tab", version=version, **mine))
+        for served, mine in counts.items():
+            c.execute(tallies.insert().values(policy="tab", version=served, **mine))
 
 
 def _row(
-    n: int, at: float, kind: str, version: int, verdict: str | None, tokens: Sequence[str], prefix: str,
+    n: int, at: float, kind: str, served: int, verdict: str | None, tokens: Sequence[str], prefix: str,
     draw: np.random.Generator,
 ) -> dict[str, Any]:  # fmt: skip
     text = "".join(tokens)
     prompt = f"<|fim_prefix|>{prefix}<|fim_suffix|>\n<|fim_middle|>"
     offsets = np.cumsum([len(token) for token in tokens])
     return {
-        "id": f"cmpl-{n:06d}", "index": 0, "policy": "tab", "version": version, "version_end": version,
+        "id": f"cmpl-{n:06d}", "index": 0, "policy": "tab", "version": served, "version_end": served,
         "arm": "live" if n % 12 else "explore", "project": "default", "user": f"dev-{n % 40}", "at": at,
         "finished_at": at + 0.05 + 0.012 * len(tokens), "prompt_hash": text_hash(prompt), "suffix_hash": "",
         "temperature": 0.8, "top_p": 0.95, "finish": "stop" if kind != "nothing" else "abort",
         "language": "python", "multiline": "\n" in text, "label": "", "untrainable": "", "displayed": None,
-        "verdict": verdict, "verdict_source": "" if verdict is None else "server" if verdict == "silent" else "native",
+        "verdict": verdict,
+        "verdict_source": {None: "", "silent": "server"}.get(verdict, "native"),
         "verdict_at": None if verdict is None else at + 2.0, "score": None, "retained_characters": None,
         "shown_at": None, "kind": kind, "use": "open" if verdict is None else "labelled", "dropped": "",
         "used_at": None, "run": None, "batch": None, "prompt": prompt,
@@ -152,7 +179,8 @@ def run(settings: Settings, database: Database, *, now: float, batches: int = 64
         for number in range(2):
             made, _ = runs.start(
                 c, policy="tab", host="elsewhere", pid=1, settings=settings.policies["tab"].model_dump_json(),
-                tau_of=lambda _: 0.121, now=now - 3600 * (4 - 3 * number), last_batch=batches if number else 48,
+                tau_of=lambda _: 0.121, now=now - 3600 * (4 - 3 * number),
+                last_batch=batches if number else 48,
             )  # fmt: skip
             done = 48 if number == 0 else batches * 3 // 4
             for batch in range(1, done + 1):
@@ -166,10 +194,12 @@ def run(settings: Settings, database: Database, *, now: float, batches: int = 64
 def _numbers(batch: int, draw: np.random.Generator) -> dict[str, float]:
     noise = draw.normal(0, 1, 8)
     return {
-        "reward": 0.09 + 0.0014 * batch + 0.02 * noise[0], "accepted": 0.24 + 0.0012 * batch + 0.03 * noise[1],
+        "reward": 0.09 + 0.0014 * batch + 0.02 * noise[0],
+        "accepted": 0.24 + 0.0012 * batch + 0.03 * noise[1],
         "silent": 0.12 + 0.02 * noise[2], "kl": 0.004 * batch**0.6 + 0.002 * abs(noise[3]),
         "entropy": 1.4 - 0.004 * batch + 0.03 * noise[4], "gradient_norm": 0.7 + 0.12 * abs(noise[5]),
-        "length": 9.0 + 0.4 * noise[6], "show": 0.88 + 0.01 * noise[7], "show_floor": 0.53, "clip_fraction": 0.06,
+        "length": 9.0 + 0.4 * noise[6], "show": 0.88 + 0.01 * noise[7], "show_floor": 0.53,
+        "clip_fraction": 0.06,
     }  # fmt: skip
 
 
@@ -177,13 +207,13 @@ def experiment(
     database: Database, *, now: float, stage: int = 3, effect: float = 0.026, looks: int = 120,
     state: ExperimentState | None = None, treatment: int = 6, control: int = 5,
 ) -> Experiment:  # fmt: skip
-    """One whose interval has narrowed over `looks` looks of its stage; ended as `state` says, where it does."""
+    """One whose interval has narrowed over `looks` looks of its stage; ended as `state` says, if it does."""
     plan = Experiments().model_dump(mode="json")
     started = now - 40_000
     with database.write() as c:
         one = experiments.start(
-            c, policy="tab", control=Arm("tab", control), treatment=Arm("tab", treatment), plan=plan, tau=0.121,
-            alpha=0.025, actor="publish: experiment", now=started,
+            c, policy="tab", control=Arm("tab", control), treatment=Arm("tab", treatment), plan=plan,
+            tau=0.121, alpha=0.025, actor="publish: experiment", now=started,
         )  # fmt: skip
         for number in range(1, stage + 1):
             at = started + number * 6000
@@ -224,10 +254,10 @@ def reading(look: int, looks: int, effect: float) -> dict[str, float]:
     }  # fmt: skip
 
 
-def everything(settings: Settings, database: Database, count: int) -> float:
+def everything(settings: Settings, database: Database, count: int, *, weights: bool = True) -> float:
     """All of it; returns the time that it was made for."""
     now = time.time()
-    lived(settings, database, now=now)
+    lived(settings, database, now=now, weights=weights)
     traffic(database, count, now=now)
     run(settings, database, now=now)
     experiment(database, now=now)

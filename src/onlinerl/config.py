@@ -46,7 +46,7 @@ class Server(Node):
     body_limit: Count = 4_000_000
     """Largest request body, in bytes; larger ones get 413."""
     dashboard: bool = True
-    """Pages for people on `/`. Counts, versions and runs can be read there without a key, as under /metrics."""
+    """Pages for people on `/`. Counts, versions and runs are read there without a key, as under /metrics."""
 
 
 class Store(Node):

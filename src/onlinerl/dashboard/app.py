@@ -1,8 +1,8 @@
 """The pages' routes: files, the board that everybody may read, and what needs the admin key.
 
-The pages hold no state here. A page asks again every other second with the mark of what it has, and what many
-ask is computed once: so any number of gateway processes may answer it, nothing is open while nobody looks, and
-a request for a completion pays nothing. Changing actions are the admin interface's own.
+The pages hold no state here. A page asks again every other second with the mark of what it has, and what
+many ask is computed once: so any number of gateway processes may answer it, nothing is open while nobody
+looks, and a request for a completion pays nothing. Changing actions are the admin interface's own.
 """
 
 from __future__ import annotations
@@ -144,7 +144,7 @@ class _Pages:
     # ------------------------------------------------------------------------ what needs no key
 
     async def board(self, request: Request) -> Response:
-        """GET /dashboard/board?policy=…&span=hour|day|week: all but text and names; 304 where nothing moved."""
+        """GET /dashboard/board?policy=…&span=…: all but text and names; 304 where nothing moved."""
         policy, span = self._policy(request), _span(request)
 
         async def look() -> dict[str, Any]:
@@ -185,8 +185,8 @@ class _Pages:
         look: Callable[[], Awaitable[Any]],
         moved: Callable[[], tuple[int, int]] | None = None,
     ) -> _Kept:
-        """What `look` found, at most FRESH seconds ago, or longer ago where looking is dear and `moved`, which
-        is cheap, says that no version changed since."""
+        """What `look` found at most FRESH seconds ago, or longer ago where looking is dear and `moved`,
+        which is cheap, says that no version changed since."""
         kept = self._kept.setdefault(name, _Kept())
         async with kept.lock:
             started = time.monotonic()
@@ -212,7 +212,7 @@ class _Pages:
         verdict = request.query_params.get("verdict") or None
         if verdict is not None and verdict not in FILTERS:
             raise RequestError(f"verdict must be one of {', '.join(FILTERS)}", parameter="verdict")
-        before = _number(request, "before", None)
+        before = _number(request, "before", math.inf)
         settings = self._settings.policies[policy]
 
         def look() -> list[dict[str, Any]]:
@@ -225,7 +225,7 @@ class _Pages:
         return _json(await asyncio.to_thread(look))
 
     async def order(self, request: Request) -> Response:
-        """GET /dashboard/export?policy=…&span=…: a link that downloads the interactions, valid for a minute."""
+        """GET /dashboard/export?policy=…&span=…: a link that downloads interactions, for a minute."""
         key = self._allow(request)
         policy, span = self._policy(request), views.SPANS[_span(request)]
         now = time.time()
@@ -245,8 +245,10 @@ class _Pages:
         policy = self._policy(request)
         order = export.Order(
             policy,
-            *(_number(request, name, 0.0) or 0.0 for name in ("since", "until", "tau")),
-            int(_number(request, "expires", 0.0) or 0),
+            since=_number(request, "since", 0.0),
+            until=_number(request, "until", 0.0),
+            tau=_number(request, "tau", 0.0),
+            expires=int(_number(request, "expires", 0.0)),
         )
         order.check(self._key, request.query_params.get("signature", ""), time.time())
         settings = self._settings.policies[policy]
@@ -291,14 +293,18 @@ def _span(request: Request) -> str:
     return name
 
 
-def _number(request: Request, name: str, default: float | None) -> float | None:
+def _number(request: Request, name: str, default: float) -> float:
+    """A finite number of the query. Raises RequestError."""
     text = request.query_params.get(name)
     if not text:
         return default
     try:
-        return float(text)
+        number = float(text)
     except ValueError:
-        raise RequestError(f"{name} must be a number", parameter=name) from None
+        number = math.nan
+    if not math.isfinite(number):
+        raise RequestError(f"{name} must be a number", parameter=name)
+    return number
 
 
 async def _threaded(pieces: Iterator[str]) -> AsyncIterator[str]:

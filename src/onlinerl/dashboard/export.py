@@ -24,8 +24,8 @@ COLUMNS = (
     "finish", "verdict", "verdict_source", "verdict_at", "score", "reward", "trained", "use", "dropped",
     "untrainable", "run", "tokens", "logprob", "completion",
 )  # fmt: skip
-"""`reward` is what a run trained with (`trained` 1), else what the verdict is worth at the page's τ; `logprob`
-is the sum over the answer's tokens."""
+"""`reward` is what a run trained with (`trained` 1), else what the verdict is worth at the page's τ;
+`logprob` is the sum over the answer's tokens."""
 
 
 @dataclass(frozen=True, slots=True)

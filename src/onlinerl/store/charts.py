@@ -4,6 +4,7 @@ can draw. Reads only, and of a busy day's rows only what an index holds."""
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -211,7 +212,7 @@ def recent_experiments(c: Connection, *, policy: str, limit: int) -> list[int]:
 
 
 def progress(c: Connection, run: int, limit: int = DRAWN) -> list[Step]:
-    """What the batches of a run measured: an even choice of at most `limit`, the first and last among them."""
+    """What the batches of a run measured: evenly chosen, about `limit`, the first and last among them."""
     last = c.execute(sa.select(sa.func.max(steps.c.batch)).where(steps.c.run == run)).scalar()
     stride = max(1, -(-int(last or 0) // limit))
     query = (
@@ -229,7 +230,7 @@ def progress(c: Connection, run: int, limit: int = DRAWN) -> list[Step]:
 
 
 def newest(
-    c: Connection, *, policy: str, limit: int, verdict: str | None = None, before: float | None = None
+    c: Connection, *, policy: str, limit: int, verdict: str | None = None, before: float = math.inf
 ) -> list[Served]:
     """The newest interactions of a policy, newest first.
 
@@ -244,7 +245,7 @@ def newest(
     elif verdict is not None:
         where.append(t.verdict == verdict)
         kinds = ("silent",) if verdict == Verdict.SILENT.value else ("shown",)
-    if before is not None:
+    if math.isfinite(before):
         where.append(t.at < before)
     # One walk down the index for each kind; the rows of the newest alone are read.
     walks = [

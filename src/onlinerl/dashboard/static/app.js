@@ -171,7 +171,11 @@ document.addEventListener("change", (event) => {
   history.replaceState(null, "", `?policy=${encodeURIComponent(state.policy)}${location.hash}`);
   forget(); again(); slowly();
 });
-addEventListener("hashchange", () => { draw(); if (page() === "interactions") list(); });
+addEventListener("hashchange", () => {
+  draw();
+  document.querySelector("nav [aria-current]").scrollIntoView({ block: "nearest", inline: "nearest" });
+  if (page() === "interactions") list();
+});
 matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => document.dispatchEvent(new Event("theme")));
 setInterval(beat, 1000);
 
