@@ -1,4 +1,4 @@
-"""The dashboard's house: what it says, what it counts, who may read what. The pages themselves: test_pages."""
+"""The dashboard's house: what it says, what it counts, who may read what. The pages: test_pages."""
 
 from __future__ import annotations
 
@@ -154,7 +154,7 @@ def test_the_newest_are_the_newest_of_all_kinds(lived: tuple[Database, float]) -
 
 
 def test_long_histories_are_thinned_and_keep_their_ends(lived: tuple[Database, float]) -> None:
-    database, now = lived
+    database, _ = lived
     with database.read() as c:
         (id,) = charts.recent_experiments(c, policy="tab", limit=5)
         whole = experiments.decisions(c, id)
@@ -188,7 +188,8 @@ def test_the_board_of_an_empty_policy(tmp_path: Path) -> None:
 
 
 def test_the_reward_of_the_board_is_that_of_the_rule(tmp_path: Path) -> None:
-    """Two accepts, a reject, a timeout that a client chose over a reject, one that had no choice, a silence."""
+    """Two accepts, a reject, a timeout of a client that knows rejects, one of a client that does not, a
+    silence."""
     with opened(tmp_path) as database, database.write() as c:
         base(c)
         interactions.insert(c, [shown(f"s{n}") for n in range(5)])
