@@ -17,6 +17,7 @@ from onlinerl.config import Policy, load_settings
 from onlinerl.dashboard import export, views
 from onlinerl.dashboard.app import STATIC, mount
 from onlinerl.dashboard.lineage import Knot, lanes
+from onlinerl.dashboard.past import Past
 from onlinerl.dashboard.words import verdict
 from onlinerl.errors import Forbidden
 from onlinerl.records import (
@@ -180,7 +181,7 @@ def test_changes_tell_a_rollback_from_a_promotion(lived: tuple[Database, float])
 def test_the_board_of_an_empty_policy(tmp_path: Path) -> None:
     with opened(tmp_path) as database, database.write() as c:
         base(c)
-        found = views.board(c, "tab", Policy(), views.SPANS["day"], 1e9)
+        found = views.board(c, "tab", Policy(), views.SPANS["day"], 1e9, Past())
     assert found["window"]["rate"] is None
     assert found["window"]["reward"] is None
     assert (found["experiment"], found["run"], found["series"]["lines"]) == (None, None, [])
@@ -200,7 +201,7 @@ def test_the_reward_of_the_board_is_that_of_the_rule(tmp_path: Path) -> None:
         tell(c, "s4", Event.IGNORED)
         c.execute(table.update().where(table.c.id == "s4").values(verdict_source="continue"))
         settings = Policy.model_validate({"rewards": {"tau": 0.2, "timeout_weight": 0.5}})
-        found = views.board(c, "tab", settings, views.SPANS["hour"], 1100.0)
+        found = views.board(c, "tab", settings, views.SPANS["hour"], 1100.0, Past())
     assert found["tau"] == {"value": 0.2, "origin": "a run that starts now"}
     assert found["window"]["reward"] == pytest.approx((2 * 0.8 - 0.2 * (1 + 0.5 + 1)) / 6)
     assert found["window"]["rate"] == pytest.approx(2 / 5)
@@ -274,17 +275,34 @@ async def test_the_board_needs_no_key_and_holds_no_text(gateway: Gateway) -> Non
     assert (await gateway.client.get("/dashboard/replicas")).json()[0]["name"] == "tab-0"
 
 
-async def test_a_promotion_shows_at_once_however_dear_a_look_is(
+async def test_what_is_recent_is_counted_at_every_look_and_the_whole_now_and_then(
     gateway: Gateway, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("onlinerl.dashboard.app.THRIFT", 1e9)
     monkeypatch.setattr("onlinerl.dashboard.app.FRESH", 0.0)
-    assert (await gateway.client.get("/dashboard/board")).json()["live"] == 0
-    await gateway.complete("x = ")
-    kept = (await gateway.client.get("/dashboard/board")).json()
-    assert kept["totals"]["opportunities"] == 0
-    await gateway.client.post("/admin/v1/policies/tab/versions/1/promote", headers=KEY)
-    assert (await gateway.client.get("/dashboard/board")).json()["live"] == 1
+    monkeypatch.setattr("onlinerl.dashboard.past.THRIFT", 1e9)
+    boards.traffic(gateway.database, 500, now=time.time())
+
+    async def window() -> dict[str, int]:
+        found: dict[str, int] = (await gateway.client.get("/dashboard/board")).json()["window"]
+        return found
+
+    before = await window()
+    id = (await gateway.complete("x = ")).json()["id"]
+    await gateway.client.post("/v1/feedback", json={"id": id, "event": "accepted"})
+    assert (await window())["opportunities"] == before["opportunities"] + 1
+    assert (await window())["accepted"] == before["accepted"] + 1
+    old = "(SELECT seq FROM interactions WHERE verdict = 'rejected' ORDER BY at LIMIT 1)"
+    with gateway.database.write() as c:
+        c.exec_driver_sql(f"UPDATE interactions SET verdict = 'accepted' WHERE seq = {old}")
+    assert (await window())["accepted"] == before["accepted"] + 1
+    assert fresh_board(gateway)["window"]["accepted"] == before["accepted"] + 2
+
+
+def fresh_board(gateway: Gateway) -> dict[str, Any]:
+    """As a server that has not looked before tells it."""
+    with gateway.database.read() as c:
+        settings = gateway.settings.policies["tab"]
+        return views.board(c, "tab", settings, views.SPANS["day"], time.time(), Past())
 
 
 @pytest.mark.parametrize("path", ["/dashboard/interactions", "/dashboard/export"])

@@ -105,8 +105,8 @@ ANSWERS = Gauge(
 RUN_BATCHES = Gauge("onlinerl_run_batches", "Batches of the newest run.", ("policy",))
 DIFFERENCE = Gauge(
     "onlinerl_experiment_difference",
-    "Reward per opportunity, treatment less control, of the running experiment: low, estimate, high; NaN while "
-    "none runs or it has no interval.",
+    "Reward per opportunity, treatment less control, of the running experiment: low, estimate, high; NaN "
+    "while there is no interval.",
     ("policy", "bound"),
 )
 

@@ -24,9 +24,10 @@ from starlette.responses import Response, StreamingResponse
 
 from onlinerl.config import Settings
 from onlinerl.dashboard import export, views
+from onlinerl.dashboard.past import Past
 from onlinerl.errors import Forbidden, NotFound, RequestError
 from onlinerl.records import Verdict
-from onlinerl.store import charts, versions
+from onlinerl.store import charts
 from onlinerl.store.database import Database
 
 STATIC = Path(__file__).parent / "static"
@@ -44,8 +45,6 @@ POLICY = (
 """The page shows text that a model wrote: nothing but our own files may run in it."""
 FRESH = 1.0
 """Seconds in which an answer is given again without looking."""
-THRIFT = 20.0
-"""A look that took long is not repeated before so many times as long: a board costs at most 5 % of a core."""
 SHOWN = 20
 """Most interactions of one answer."""
 FILTERS = (*(verdict.value for verdict in Verdict), "waiting")
@@ -118,9 +117,6 @@ class _Kept:
     lock: asyncio.Lock = field(default_factory=asyncio.Lock)
     at: float = -math.inf
     """When it was looked for, by the monotonic clock."""
-    until: float = -math.inf
-    """Until then nobody looks again, unless a version changed."""
-    versions: tuple[int, int] | None = None
     body: bytes = b""
     mark: str = ""
 
@@ -140,6 +136,7 @@ class _Pages:
         self._key = key
         self._replicas = replicas
         self._kept: dict[tuple[str, ...], _Kept] = {}
+        self._past = Past()
 
     # ------------------------------------------------------------------------ what needs no key
 
@@ -150,7 +147,7 @@ class _Pages:
         async def look() -> dict[str, Any]:
             return await asyncio.to_thread(self._board, policy, span)
 
-        kept = await self._keep(("board", policy, span), look, self._moved)
+        kept = await self._keep(("board", policy, span), look)
         serving = self._live[policy]() if policy in self._live else None
         mark = f'"{kept.mark}-{serving}"'
         if request.headers.get("if-none-match") == mark:
@@ -163,7 +160,8 @@ class _Pages:
     def _board(self, policy: str, span: str) -> dict[str, Any]:
         now = time.time()
         with self._database.read() as c:
-            found = views.board(c, policy, self._settings.policies[policy], views.SPANS[span], now)
+            settings = self._settings.policies[policy]
+            found = views.board(c, policy, settings, views.SPANS[span], now, self._past)
         return {**found, "policies": list(self._settings.policies)}
 
     async def replicas(self, request: Request) -> Response:
@@ -175,32 +173,13 @@ class _Pages:
         kept = await self._keep(("replicas",), look)
         return Response(kept.body, media_type="application/json", headers={"cache-control": "no-store"})
 
-    def _moved(self) -> tuple[int, int]:
-        with self._database.read() as c:
-            return versions.mark(c)
-
-    async def _keep(
-        self,
-        name: tuple[str, ...],
-        look: Callable[[], Awaitable[Any]],
-        moved: Callable[[], tuple[int, int]] | None = None,
-    ) -> _Kept:
-        """What `look` found at most FRESH seconds ago, or longer ago where looking is dear and `moved`,
-        which is cheap, says that no version changed since."""
+    async def _keep(self, name: tuple[str, ...], look: Callable[[], Awaitable[Any]]) -> _Kept:
         kept = self._kept.setdefault(name, _Kept())
         async with kept.lock:
-            started = time.monotonic()
-            if started < kept.at + FRESH:
-                return kept
-            versions_are = await asyncio.to_thread(moved) if moved else None
-            if started < kept.until and versions_are == kept.versions:
-                return kept
-            found = await look()
-            kept.body = orjson.dumps(found)
-            kept.mark = hashlib.sha256(kept.body).hexdigest()[:16]
-            kept.versions = versions_are
-            kept.at = time.monotonic()
-            kept.until = kept.at + THRIFT * (kept.at - started)
+            if time.monotonic() >= kept.at + FRESH:
+                kept.body = orjson.dumps(await look())
+                kept.mark = hashlib.sha256(kept.body).hexdigest()[:16]
+                kept.at = time.monotonic()
         return kept
 
     # ------------------------------------------------------------------------ what needs the key

@@ -12,6 +12,7 @@ from sqlalchemy.engine import Connection
 
 from onlinerl import config, worth
 from onlinerl.dashboard.lineage import lanes
+from onlinerl.dashboard.past import Past
 from onlinerl.dashboard.words import bounds, name, verdict
 from onlinerl.records import Decision, DecisionKind, Experiment, Run, RunState, Step, Version, VersionState
 from onlinerl.store import charts, experiments, interactions, runs, tallies, versions
@@ -47,11 +48,14 @@ SPANS: Mapping[str, Span] = {
 # ---------------------------------------------------------------------------------------- the board
 
 
-def board(c: Connection, policy: str, settings: config.Policy, span: Span, now: float) -> dict[str, Any]:
+def board(
+    c: Connection, policy: str, settings: config.Policy, span: Span, now: float, past: Past
+) -> dict[str, Any]:
     """All of the page that needs no key."""
     until = (math.floor(now / span.width) + 1) * span.width
     since = until - span.seconds
-    slices = charts.traffic(c, policy=policy, since=since, until=until, width=span.width)
+    slices = past.traffic(c, policy=policy, since=since, until=until, width=span.width, now=now)
+    feedback = past.statuses(c, since=since, span=span.words)
     known = versions.list_(c, policy)
     live = next((one for one in known if one.state is VersionState.LIVE), None)
     previous = versions.previous(c, policy)
@@ -60,12 +64,12 @@ def board(c: Connection, policy: str, settings: config.Policy, span: Span, now: 
     counts = interactions.counts(c, policy=policy)
     tau, origin = _tau(settings, open_, recent, counts.accepted, counts.opportunities)
     weight = settings.rewards.timeout_weight
-    past = [
+    ended = [
         experiments.get(c, policy, id)
         for id in charts.recent_experiments(c, policy=policy, limit=PAST)
         if open_ is None or id != open_.id
     ]
-    shown = open_ or (past[0] if past else None)
+    shown = open_ or (ended[0] if ended else None)
     return {
         "policy": policy,
         "span": {"since": since, "until": until, "width": span.width, "words": span.words},
@@ -75,7 +79,7 @@ def board(c: Connection, policy: str, settings: config.Policy, span: Span, now: 
         "by_version": {str(id): _summary(mine, tau, weight) for id, mine in _grouped(slices).items()},
         "series": _series(slices, since, span, min(now, until), tau, weight),
         "changes": [asdict(one) for one in charts.changes(c, policy=policy, since=since)],
-        "feedback": {status.value: n for status, n in charts.statuses(c, since=since).items()},
+        "feedback": {status.value: n for status, n in feedback.items()},
         "live": None if live is None else live.id,
         "live_at": None if live is None else live.live_at,
         "previous": None if previous is None else previous.id,
@@ -83,7 +87,7 @@ def board(c: Connection, policy: str, settings: config.Policy, span: Span, now: 
         "publish": settings.publish,
         "code": settings.dashboard.code,
         "experiment": None if shown is None else _experiment(c, shown),
-        "experiments": [_ended(c, one) for one in past],
+        "experiments": [_ended(c, one) for one in ended],
         "runs": [_run(one, now) for one in recent],
         "run": None if not recent else _progress(c, recent[0], now),
     }
