@@ -20,6 +20,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from onlinerl.cli import cli
 from onlinerl.config import Node, Policy, Settings, load_settings
+from onlinerl.dashboard import app as dashboard
 from onlinerl.gateway.app import create_app
 from onlinerl.gateway.bodies import checked
 from onlinerl.gateway.completions import CompletionRequest
@@ -151,6 +152,7 @@ def routes(tmp_path: Path) -> set[tuple[str, str]]:
     database = Database.open(settings.database_url)
     try:
         app = create_app({}, Writer(database), database, settings)
+        dashboard.mount(app, settings, database, live={}, admin_key=None, replicas=None)
         found = {
             (method, bare(route.path))
             for route in app.routes

@@ -74,6 +74,8 @@ class Server(Node):
     """Port of the feedback API; the same application answers on both. 0 takes a free one."""
     body_limit: Count = 4_000_000
     """Largest request body, in bytes; larger ones get 413."""
+    dashboard: bool = True
+    """Pages for people on `/`. Counts, versions and runs are read there without a key, as under /metrics."""
 
 
 class Store(Node):
@@ -497,6 +499,13 @@ class Trigger(Node):
     """Runs that the trigger starts keep going as feedback arrives."""
 
 
+class Dashboard(Node):
+    """What the pages on `/` show of this policy to who has the admin key."""
+
+    code: Literal["shown", "hidden"] = "shown"
+    """Whether prompts and answers may be read and exported; hidden: lengths and log-probabilities alone."""
+
+
 class Policy(Node):
     """A named model that learns."""
 
@@ -527,6 +536,8 @@ class Policy(Node):
     """When it learns."""
     experiments: Experiments = Experiments()
     """How new versions prove themselves."""
+    dashboard: Dashboard = Dashboard()
+    """What pages show of its traffic."""
 
 
 class WarmStart(Node):

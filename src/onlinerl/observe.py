@@ -101,6 +101,19 @@ LEFT_OUT = Gauge(
     "Rated answers that runs left out so far, by reason.",
     ("policy", "reason"),
 )
+ANSWERS = Gauge(
+    "onlinerl_answers",
+    "Answers of a version so far, by what became of them: opportunities, shown, silent, accepted, rejected, "
+    "timeout. Read from the store, so it goes on after a restart.",
+    ("policy", "version", "outcome"),
+)
+RUN_BATCHES = Gauge("onlinerl_run_batches", "Batches of the newest run.", ("policy",))
+DIFFERENCE = Gauge(
+    "onlinerl_experiment_difference",
+    "Reward per opportunity, treatment less control, of the running experiment: low, estimate, high; NaN "
+    "while there is no interval.",
+    ("policy", "bound"),
+)
 
 # ----------------------------------------------------------------------------------- experiments
 

@@ -28,6 +28,7 @@ import uvloop
 
 from onlinerl import base, config
 from onlinerl.config import Settings
+from onlinerl.dashboard import app as dashboard
 from onlinerl.engines.embedded import EmbeddedEngine
 from onlinerl.engines.pool import Pool
 from onlinerl.errors import EngineError, ModelError, NotFound, OnlineRLError, PortTaken, SettingsError
@@ -267,17 +268,27 @@ async def running(settings: Settings) -> AsyncIterator[Server]:
             telling = Webhooks(settings, database).run()
             tasks.append(asyncio.create_task(telling, name="webhooks"))
 
+        app = create_app(
+            services,
+            writer,
+            database,
+            settings,
+            admin_key=key,
+            replicas=lambda: describe_replicas(supervisors),
+            wake=lambda policy: triggers[policy].wake(),
+        )
+        if settings.server.dashboard:
+            dashboard.mount(
+                app,
+                settings,
+                database,
+                live={name: one.live for name, one in services.items()},
+                admin_key=key,
+                replicas=lambda: describe_replicas(supervisors),
+            )
         web = _Uvicorn(
             uvicorn.Config(
-                create_app(
-                    services,
-                    writer,
-                    database,
-                    settings,
-                    admin_key=key,
-                    replicas=lambda: describe_replicas(supervisors),
-                    wake=lambda policy: triggers[policy].wake(),
-                ),
+                app,
                 http=Protocol,
                 ws="none",
                 log_config=None,
@@ -441,6 +452,8 @@ def _greet(server: Server) -> None:
     names = ", ".join(server.settings.policies)
     print(f"completions  {server.url}/v1/completions   ({names})")
     print(f"feedback     {server.feedback_url}/v1/feedback")
+    if server.settings.server.dashboard:
+        print(f"dashboard    {server.url}/")
     print(f"data         {server.settings.home}")
     if server.key_is_new:
         print(f"admin key    {server.admin_key}   (kept in {server.settings.home / 'admin.key'})")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import html
 import ipaddress
 import socket
 import time
@@ -15,7 +14,7 @@ from fastapi.exceptions import RequestValidationError
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
-from starlette.responses import HTMLResponse, Response
+from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 import onlinerl
@@ -168,7 +167,6 @@ def create_app(
     route("GET", "/health", state.health, "The process lives")
     route("GET", "/ready", state.ready, "Every policy's live version can be served")
     route("GET", "/metrics", state.metrics, "Prometheus", shown=False)
-    route("GET", "/", state.page, "Status", shown=False)
 
     app.add_exception_handler(OnlineRLError, _known_error)
     app.add_exception_handler(HTTPException, _http_error)
@@ -226,19 +224,6 @@ class _State:
     async def metrics(self, request: Request) -> Response:
         """GET /metrics."""
         return Response(generate_latest(), headers={"content-type": CONTENT_TYPE_LATEST})
-
-    async def page(self, request: Request) -> Response:
-        """GET /: which policy is at which version."""
-        rows = "".join(
-            f"<tr><td>{html.escape(name)}</td><td>{'none' if one.live() is None else one.live()}</td>"
-            f"<td>{html.escape(one.ready() or 'ready')}</td></tr>"
-            for name, one in self._services.by_name.items()
-        )
-        return HTMLResponse(
-            "<!doctype html><html lang=en><meta charset=utf-8><title>onlinerl</title><h1>onlinerl</h1>"
-            f"<table><tr><th>policy</th><th>live version</th><th>state</th></tr>{rows}</table>"
-            '<p><a href="/openapi.json">interface</a> <a href="/metrics">metrics</a></p></html>'
-        )
 
 
 class _Guard:

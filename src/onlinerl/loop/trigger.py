@@ -9,13 +9,15 @@ import subprocess
 import time
 from dataclasses import dataclass
 
+from sqlalchemy.engine import Connection
+
 from onlinerl import config
 from onlinerl.config import Settings
 from onlinerl.errors import RunError, StoreError
 from onlinerl.loop import run as launcher
-from onlinerl.observe import LEFT_OUT, RUNNING, RUNS, logger
+from onlinerl.observe import ANSWERS, DIFFERENCE, LEFT_OUT, RUN_BATCHES, RUNNING, RUNS, logger
 from onlinerl.records import Run, RunState
-from onlinerl.store import interactions, runs
+from onlinerl.store import charts, experiments, interactions, runs, tallies
 from onlinerl.store.database import Database
 
 RESTARTS = 5
@@ -24,7 +26,7 @@ FIRST_DELAY = 1.0
 """Seconds before the first restart; doubled each time, up to LONGEST_DELAY."""
 LONGEST_DELAY = 60.0
 RECOUNT = 10.0
-"""Seconds between two looks at what runs left out."""
+"""Seconds between two looks at what is counted for metrics alone."""
 
 log = logger(component="trigger")
 
@@ -110,11 +112,24 @@ class Trigger:
         """One look at time `now`: start a run again whose process died, or start one that is due."""
         await asyncio.to_thread(self._look, now)
 
+    def _tell(self, c: Connection) -> None:
+        """What only the store knows, as metrics: other processes write it."""
+        for one in interactions.report(c, policy=self.policy):
+            for outcome in tallies.NAMES:
+                ANSWERS.labels(self.policy, str(one.version), outcome).set(getattr(one, outcome))
+        newest = charts.recent_runs(c, policy=self.policy, limit=1)
+        RUN_BATCHES.labels(self.policy).set(newest[0].step if newest else 0)
+        experiment = experiments.running(c, self.policy)
+        reading = None if experiment is None else charts.last_reading(c, experiment.id)
+        for bound in ("low", "estimate", "high"):
+            DIFFERENCE.labels(self.policy, bound).set(reading.numbers[bound] if reading else math.nan)
+
     def _look(self, now: float) -> None:
         if now >= self._recount_at:
             self._recount_at = now + RECOUNT
             with self._database.read() as c:
                 left_out = interactions.dropped(c, policy=self.policy)
+                self._tell(c)
             for why, number in left_out.items():
                 LEFT_OUT.labels(self.policy, why).set(number)
         code = None

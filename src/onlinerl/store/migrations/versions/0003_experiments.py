@@ -77,9 +77,21 @@ def upgrade() -> None:
         sqlite_where=sa.text("experiment IS NOT NULL"),
         postgresql_where=sa.text("experiment IS NOT NULL"),
     )
+    # Charts count by version in the index that the label rate has, and feedback by its status.
+    op.drop_index("interactions_kind", "interactions")
+    op.create_index(
+        "interactions_kind",
+        "interactions",
+        ["policy", "kind", "at", "verdict", "version", "verdict_source"],
+        unique=False,
+    )
+    op.create_index("feedback_recent", "feedback", ["at", "status"], unique=False)
 
 
 def downgrade() -> None:
+    op.drop_index("feedback_recent", "feedback")
+    op.drop_index("interactions_kind", "interactions")
+    op.create_index("interactions_kind", "interactions", ["policy", "kind", "at", "verdict"], unique=False)
     op.drop_index("interactions_experiment", "interactions")
     op.drop_column("interactions", "characters")
     op.drop_column("interactions", "unit")
