@@ -21,7 +21,7 @@ from onlinerl.config import Settings, load_settings
 from onlinerl.errors import SettingsError
 from onlinerl.loop import webhooks
 from onlinerl.loop.webhooks import Webhooks, secrets_of, sign
-from onlinerl.records import Arm, Decision, DecisionKind, RunState, VersionState
+from onlinerl.records import Arm, Decision, DecisionKind, ExperimentState, RunState, VersionState
 from onlinerl.store import experiments, notices, runs, versions
 from onlinerl.store.database import Database
 from onlinerl.store.notices import Place
@@ -144,7 +144,7 @@ async def test_all_that_happens_to_versions_runs_and_experiments_is_told_in_its_
         numbers = MappingProxyType({"estimate": 0.02})
         with database.write() as c:
             decision = Decision(DecisionKind.PROMOTE, "better by 0.02", numbers, at=time.time())
-            state = experiments.ExperimentState.PROMOTED
+            state = ExperimentState.PROMOTED
             experiments.finish(c, experiment, state, decision, time.time())
         await until(lambda: len(receiver.taken) == 12)
     assert types(receiver) == [
