@@ -6,11 +6,13 @@ import asyncio
 import contextlib
 import json
 import logging
+import re
 import socket
 import time
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 from types import MappingProxyType
+from typing import Any
 
 import pytest
 import structlog
@@ -312,6 +314,27 @@ def test_the_signature_is_hmac_sha256_over_the_seconds_a_dot_and_the_body() -> N
     assert sign("key", b"{}", 1700000000.9) == (
         "t=1700000000,v1=9d713ed406bb7076d4123f0dc2c39d2df5c654ed4b0cd56b52c8b4c940bd63ae"
     )
+
+
+def test_the_verifier_that_the_docs_give_to_others_agrees() -> None:
+    page = (Path(__file__).parents[1] / "docs" / "controller.md").read_text("utf-8")
+    (block,) = [text for text in re.findall(r"```python\n(.*?)```", page, re.S) if "def verified" in text]
+    assert len(block.strip().splitlines()) <= 10
+    found: dict[str, Any] = {}
+    exec(compile(block, "controller.md", "exec"), found)
+    verified = found["verified"]
+    body = b"{}"
+    good = sign(SECRET, body, time.time())
+    assert verified(SECRET, good, body)
+    for signature in (
+        good + "0",
+        good.replace("t=", "t=1"),
+        sign(SECRET, body, time.time() - 400),
+        "",
+        "t=x",
+    ):
+        assert not verified(SECRET, signature, body)
+    assert not verified("another", good, body)
 
 
 def test_a_secret_that_is_missing_is_told_before_anything_starts_and_without_its_text(
