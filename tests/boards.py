@@ -14,7 +14,7 @@ import numpy as np
 import sqlalchemy as sa
 
 from onlinerl import base
-from onlinerl.config import Experiments, Settings
+from onlinerl.config import Experiments, Rewards, Settings
 from onlinerl.records import (
     Arm,
     Decision,
@@ -213,7 +213,7 @@ def experiment(
     with database.write() as c:
         one = experiments.start(
             c, policy="tab", control=Arm("tab", control), treatment=Arm("tab", treatment), plan=plan,
-            tau=0.121, alpha=0.025, actor="publish: experiment", now=started,
+            rewards=Rewards().model_dump(mode="json"), tau=0.121, alpha=0.025, actor="publish: experiment", now=started,
         )  # fmt: skip
         for number in range(1, stage + 1):
             at = started + number * 6000

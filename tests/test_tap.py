@@ -15,11 +15,12 @@ import types
 from collections.abc import AsyncIterator
 from datetime import datetime, timedelta
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
 from onlinerl import tap as module
+from onlinerl.client import Client
 from onlinerl.interface import Pushed
 from onlinerl.tap import Tap, interactions, litellm_callback
 from tests import vllm_double
@@ -37,14 +38,15 @@ async def gateway(tmp_path: Path) -> AsyncIterator[Gateway]:
 
 
 def item(id: str, **changes: Any) -> Pushed:
-    return Pushed(**pushed(id, **changes))  # type: ignore[typeddict-item]
+    return cast(Pushed, pushed(id, **changes))
 
 
 def test_what_vllm_answers_is_pushed_with_its_tokens() -> None:
-    for request, answer in [
+    cases: list[tuple[dict[str, Any], dict[str, Any]]] = [
         ({"model": "tab@7", "messages": [{"role": "user", "content": "hi"}]}, vllm_double.chat("tab@7")),
         ({"model": "tab@7", "prompt": PROMPT}, vllm_double.text("tab@7")),
-    ]:
+    ]
+    for request, answer in cases:
         asked = {**request, "temperature": 0.8, "user": "ann"}
         (one,) = interactions(asked, answer, version=None, seconds=0.5)
         assert (one["id"], one["version"], one["user"]) == (answer["id"], 7, "ann")
@@ -88,7 +90,7 @@ async def test_what_is_put_arrives_and_its_age_counts_on(
 ) -> None:
     tap = Tap(gateway.url, ADMIN_KEY, "tab")
     now = time.monotonic()
-    monkeypatch.setattr(module.time, "monotonic", lambda: now - 30.0)
+    monkeypatch.setattr(time, "monotonic", lambda: now - 30.0)
     tap._thread = threading.Thread()  # none of its own yet
     tap.put(item("a", age=2.0))
     monkeypatch.undo()
@@ -148,8 +150,8 @@ async def test_what_waited_for_the_server_is_pushed_when_it_is_back(
                 client._http.base_url = gateway.url
             return original(client, *arguments)
 
-        original = module.Client.push
-        monkeypatch.setattr(module.Client, "push", push)
+        original = Client.push
+        monkeypatch.setattr(Client, "push", push)
         tap.put(item("a"))
         await until(lambda: tap.pushed == 1)
         assert sent == 3

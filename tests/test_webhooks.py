@@ -6,11 +6,13 @@ import asyncio
 import contextlib
 import json
 import logging
+import re
 import socket
 import time
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 from types import MappingProxyType
+from typing import Any
 
 import pytest
 import structlog
@@ -21,7 +23,7 @@ from onlinerl.config import Settings, load_settings
 from onlinerl.errors import SettingsError
 from onlinerl.loop import webhooks
 from onlinerl.loop.webhooks import Webhooks, secrets_of, sign
-from onlinerl.records import Arm, Decision, DecisionKind, RunState, VersionState
+from onlinerl.records import Arm, Decision, DecisionKind, ExperimentState, RunState, VersionState
 from onlinerl.store import experiments, notices, runs, versions
 from onlinerl.store.database import Database
 from onlinerl.store.notices import Place
@@ -136,6 +138,7 @@ async def test_all_that_happens_to_versions_runs_and_experiments_is_told_in_its_
                 control=Arm("tab", 0),
                 treatment=Arm("tab", 1),
                 plan={"stages": (0.5,)},
+                rewards={},
                 tau=0.1,
                 alpha=0.05,
                 actor="admin",
@@ -144,7 +147,7 @@ async def test_all_that_happens_to_versions_runs_and_experiments_is_told_in_its_
         numbers = MappingProxyType({"estimate": 0.02})
         with database.write() as c:
             decision = Decision(DecisionKind.PROMOTE, "better by 0.02", numbers, at=time.time())
-            state = experiments.ExperimentState.PROMOTED
+            state = ExperimentState.PROMOTED
             experiments.finish(c, experiment, state, decision, time.time())
         await until(lambda: len(receiver.taken) == 12)
     assert types(receiver) == [
@@ -312,6 +315,27 @@ def test_the_signature_is_hmac_sha256_over_the_seconds_a_dot_and_the_body() -> N
     assert sign("key", b"{}", 1700000000.9) == (
         "t=1700000000,v1=9d713ed406bb7076d4123f0dc2c39d2df5c654ed4b0cd56b52c8b4c940bd63ae"
     )
+
+
+def test_the_verifier_that_the_docs_give_to_others_agrees() -> None:
+    page = (Path(__file__).parents[1] / "docs" / "controller.md").read_text("utf-8")
+    (block,) = [text for text in re.findall(r"```python\n(.*?)```", page, re.S) if "def verified" in text]
+    assert len(block.strip().splitlines()) <= 10
+    found: dict[str, Any] = {}
+    exec(compile(block, "controller.md", "exec"), found)
+    verified = found["verified"]
+    body = b"{}"
+    good = sign(SECRET, body, time.time())
+    assert verified(SECRET, good, body)
+    for signature in (
+        good + "0",
+        good.replace("t=", "t=1"),
+        sign(SECRET, body, time.time() - 400),
+        "",
+        "t=x",
+    ):
+        assert not verified(SECRET, signature, body)
+    assert not verified("another", good, body)
 
 
 def test_a_secret_that_is_missing_is_told_before_anything_starts_and_without_its_text(

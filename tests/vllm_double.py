@@ -1,4 +1,4 @@
-"""A test DOUBLE of vLLM's OpenAI server: the shapes of its answers with `return_token_ids`, made-up content."""
+"""A test DOUBLE of vLLM's OpenAI server: the shapes of its answers with `return_token_ids`, made up."""
 
 from __future__ import annotations
 

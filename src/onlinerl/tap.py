@@ -1,6 +1,6 @@
 """A tap for those who run a LiteLLM proxy before vLLM: what was served is pushed, and nothing waits for it.
 
-In the proxy's folder, a file `onlinerl_tap.py`, named in its configuration (docs/controller.md has that too):
+In the proxy's folder, a file `learning_tap.py`, named in its configuration (docs/controller.md has that too):
 
     from onlinerl.tap import Tap, litellm_callback
 

@@ -126,11 +126,11 @@ def create_app(
     route("GET", f"{base}/experiments", trials.list_, "All experiments of a policy")
     begin = schema(experiments.Start)
     route("POST", f"{base}/experiments", trials.start, "Try a version on live users", body=begin)
-    one = f"{base}/experiments/{{experiment}}"
-    route("GET", one, trials.show, "One experiment: its decisions, and what its numbers say now")
+    trial = f"{base}/experiments/{{experiment}}"
+    route("GET", trial, trials.show, "One experiment: its decisions, and what its numbers say now")
     route(
         "POST",
-        f"{one}/stop",
+        f"{trial}/stop",
         trials.stop,
         "End an experiment; its canary is rejected",
         body=schema(experiments.Stop),
@@ -138,7 +138,7 @@ def create_app(
     )
     route(
         "POST",
-        f"{one}/confirm",
+        f"{trial}/confirm",
         trials.confirm,
         "Do what a waiting experiment proposes",
         body=schema(experiments.Confirm),

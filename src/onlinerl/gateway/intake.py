@@ -21,8 +21,8 @@ from starlette.responses import Response
 
 from onlinerl import observe
 from onlinerl.errors import RequestError
+from onlinerl.gateway.answers import PROJECT
 from onlinerl.gateway.bodies import JSONReply, checked, read_json
-from onlinerl.gateway.feedback import PROJECT
 from onlinerl.gateway.keys import Gate
 from onlinerl.gateway.service import Service
 from onlinerl.records import FinishReason, Interaction, text_hash
