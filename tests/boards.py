@@ -213,7 +213,8 @@ def experiment(
     with database.write() as c:
         one = experiments.start(
             c, policy="tab", control=Arm("tab", control), treatment=Arm("tab", treatment), plan=plan,
-            rewards=Rewards().model_dump(mode="json"), tau=0.121, alpha=0.025, actor="publish: experiment", now=started,
+            rewards=Rewards().model_dump(mode="json"), tau=0.121, alpha=0.025, actor="publish: experiment",
+            now=started,
         )  # fmt: skip
         for number in range(1, stage + 1):
             at = started + number * 6000
