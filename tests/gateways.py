@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import socket
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -18,7 +18,7 @@ from onlinerl.errors import EngineUnavailable
 from onlinerl.gateway.app import create_app
 from onlinerl.gateway.protocol import Protocol
 from onlinerl.gateway.service import Service
-from onlinerl.records import Finish, Generation, Interaction, Token, Version, VersionState
+from onlinerl.records import Experiment, Finish, Generation, Interaction, Token, Version, VersionState
 from onlinerl.store import interactions, versions
 from onlinerl.store.database import Database, Writer
 from onlinerl.text import templates
@@ -56,6 +56,8 @@ class Gateway:
     live: dict[str, int | None]
     client: httpx.AsyncClient
     ensured: list[int] = field(default_factory=list)
+    experiments: dict[str, Experiment] = field(default_factory=dict)
+    """What publishers would know to be running, by policy."""
 
     def interactions(self, id: str, count: int = 1) -> list[Interaction]:
         with self.database.read() as c:
@@ -114,6 +116,8 @@ async def running(
     versions_: Iterable[int] = (0,),
     policies: Sequence[str] = ("tab",),
     codec: Codec = CODEC,
+    codecs: Mapping[str, Codec] | None = None,
+    knows: Callable[[Database], dict[str, Experiment]] = lambda _: {},
 ) -> AsyncIterator[Gateway]:
     dotted = [override for override in overrides if override.startswith(("policies.", "webhooks="))]
     settings = load_settings(overrides=[*(f"policies.{name}={{}}" for name in policies), *dotted], home=home)
@@ -128,6 +132,8 @@ async def running(
     database = Database.open(settings.database_url)
     with database.write() as c:
         for name in policies:
+            if versions.find(c, name, 0) is not None:  # a gateway of this store was here before
+                continue
             for id in versions_:
                 versions.register(
                     c,
@@ -148,6 +154,7 @@ async def running(
     pool = SinglePool(engine)
     live: dict[str, int | None] = dict.fromkeys(policies, 0)
     ensured: list[int] = []
+    experiments = knows(database)
 
     async def ensure(version: int) -> None:
         if engine.down:
@@ -156,6 +163,8 @@ async def running(
         engine.versions.add(version)
 
     def service(name: str) -> Service:
+        mine = (codecs or {}).get(name, codec)
+
         def exists(version: int) -> bool:
             with database.read() as c:
                 return versions.find(c, name, version) is not None
@@ -163,12 +172,13 @@ async def running(
         return Service(
             name=name,
             settings=settings.policies[name],
-            codec=codec,
-            template=templates.find(codec.tokenizer.token_to_id),
+            codec=mine,
+            template=templates.find(mine.tokenizer.token_to_id),
             pool=pool,
             live=lambda: live[name],
             ensure=ensure,
             exists=exists,
+            experiment=lambda: experiments.get(name),
         )
 
     async def replicas() -> list[dict[str, object]]:
@@ -196,7 +206,9 @@ async def running(
         url = f"http://127.0.0.1:{listening.getsockname()[1]}"
         try:
             async with httpx.AsyncClient(base_url=url, timeout=20) as client:
-                yield Gateway(url, app, engine, database, writer, settings, live, client, ensured)
+                yield Gateway(
+                    url, app, engine, database, writer, settings, live, client, ensured, experiments
+                )
         finally:
             server.should_exit = True
             await serving

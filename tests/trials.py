@@ -12,6 +12,7 @@ from onlinerl import config
 from onlinerl.experiments import assignment
 from onlinerl.records import Arm, Experiment, Interaction, Verdict
 from onlinerl.store import experiments, interactions, versions
+from onlinerl.store.schema import experiments as table
 from tests.store_helpers import base, version
 
 T0 = 1_000_000.0
@@ -51,6 +52,9 @@ def start(
         actor="test",
         now=T0,
     )
+    # so that the same users are in the same arms each time
+    c.execute(table.update().where(table.c.id == begun.id).values(salt="salt"))
+    begun = experiments.get(c, policy, begun.id)
     return experiments.begin(c, begun, T0) if begin else begun
 
 

@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from onlinerl import __version__
+from onlinerl.config import Experiments as Plan
 from onlinerl.config import Settings, load_settings
 from onlinerl.errors import EngineError, NotFound, OnlineRLError, SettingsError, StoreError
 
@@ -505,6 +506,14 @@ def _said(experiment: Experiment, decisions: Sequence[Decision]) -> str:
     return f"{stage}, {experiment.share:.0%} get {experiment.treatment.name}: {last.reason}"
 
 
+def _who(plan: Plan) -> str:
+    """Whose requests take part, in a sentence."""
+    people = "everybody with a user key" if plan.users == "all" else f"{len(plan.users)} listed users"
+    where = f" in {', '.join(plan.projects)}" if plan.projects else ""
+    share = "" if plan.share == 1 else f", {plan.share:.0%} of them"
+    return f"{people}{where}{share} by {plan.unit}, in stages of {', '.join(f'{s:.0%}' for s in plan.stages)}"
+
+
 PROPOSALS = {"promote": "promote the treatment", "futile": "give up"}
 
 
@@ -529,6 +538,7 @@ def show_experiment(settings: Settings, experiment: int, policy: str | None, as_
         print_json({**found.describe(), "now": told, "decisions": [one.describe() for one in decisions]})
         return
     click.echo(f"{found.treatment.name} against {found.control.name}: {_said(found, [*decisions, *now])}")
+    click.echo(_who(Plan.model_validate(dict(found.plan))))
     looks = picture.points([*decisions, *now])
     if looks:
         click.echo("\ndifference, in points of reward per 100 requests, over time:")

@@ -189,10 +189,13 @@ async def _translated(
 
 async def _moved(prompt: Prompt, here: Service, there: Service) -> Prompt:
     """One prompt of a policy as another one's. Raises RequestError where that is not possible."""
-    parts = here.template.parse(prompt.text) if here.template and here.template != there.template else None
-    moved = await (
-        _text_prompt(there, prompt.text, None) if parts is None else _text_prompt(there, parts[0], parts[1])
-    )
+    text, suffix = prompt.text, None
+    parts = here.template.parse(text) if here.template is not None else None
+    if parts is not None and here.template != there.template:
+        text, suffix = parts
+        if there.template is not None and there.template.file and prompt.path:
+            text = f"{there.template.file}{prompt.path}\n{text}"
+    moved = await _text_prompt(there, text, suffix)
     _fits(there, len(moved.ids))
     return moved
 
