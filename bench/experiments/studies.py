@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -105,17 +105,24 @@ RATIOS = {
 
 
 def broken(
-    rng: Generator, arms: tuple[Table, Table], share: float, experiments: int, units: int
+    rng: Generator,
+    arms: tuple[Table, Table],
+    share: float,
+    experiments: int,
+    units: int,
+    names: Sequence[str] = tuple(RATIOS),
 ) -> dict[str, int]:
-    """In how many experiments each guardrail ever breaks, at a look after every user; `any` of them."""
+    """In how many experiments each of the guardrails `names` ever breaks, at a look after every user; and in
+    how many any."""
     limits = config.Guardrails()
     margins = {"latency": limits.latency, "errors": limits.errors, "reverted": limits.reverted}
-    hits = dict.fromkeys((*RATIOS, "any"), 0)
+    hits = dict.fromkeys((*names, "any"), 0)
     for some in chunks(experiments):
         rows = rng.integers(0, len(arms[0]["reward"]), (some, units))
         treated = rng.random((some, units)) < share
         ever = np.zeros(some, dtype=np.bool_)
-        for name, (above, below, worse, scale) in RATIOS.items():
+        for name in names:
+            above, below, worse, scale = RATIOS[name]
             pair = [taken(table, rows, (above, below)) for table in arms]
             columns = [np.where(treated, new, old) for old, new in zip(*pair, strict=True)]
             found = contrast(*running(treated, columns), scale=scale, cautious=True, least=LEAST // 2)
@@ -131,7 +138,7 @@ def broken(
     return hits
 
 
-def guards(rng: Generator, *, experiments: int = 2_000, units: int = 5_000) -> dict[str, Any]:
+def guards(rng: Generator, *, experiments: int = 10_000, units: int = 5_000) -> dict[str, Any]:
     """How often guardrails break that should not: in A/A, and with versions exactly at their margins."""
     people = People.draw(rng, 400_000)
     same = days(rng, people, Version())
@@ -140,10 +147,10 @@ def guards(rng: Generator, *, experiments: int = 2_000, units: int = 5_000) -> d
         hits = broken(rng, (same, same), share, experiments, units)
         report[f"A/A at {share:g}"] = {name: share_of(hit, experiments) for name, hit in hits.items()}
     at_margin = {}
-    fewer = experiments // 4
+    fewer = experiments // 5
     for name, version in EDGES.items():
         other = days(rng, people, version)
-        hits = broken(rng, (same, other), 0.05, fewer, units)
+        hits = broken(rng, (same, other), 0.05, fewer, units, (name,))
         at_margin[name] = share_of(hits[name], fewer)
     report["at the margin, at 0.05"] = at_margin
     return report
@@ -214,6 +221,8 @@ def power(
             for sides, words in ((True, ""), (False, ", one-sided")):
                 bound = radius(found.size, alpha=ALPHA, tuned=TUNED, two_sided=sides)
                 times.setdefault(name + words, []).append(firsts(z > bound))
+            first = radius(found.size, alpha=analysis.spend(ALPHA, 1), tuned=TUNED)
+            times.setdefault(f"{name}, a policy's first experiment", []).append(firsts(z > first))
             if history:
                 continue
             at_plan += int((z[:, planned - 1] > norm.ppf(1 - ALPHA / 2)).sum())
@@ -248,7 +257,11 @@ def power(
             for name in ways
             if name != "no history"
         },
-        "curves": {name: curve(part, units) for name, part in joined.items() if "one-sided" not in name},
+        "curves": {
+            name: curve(part, units)
+            for name, part in joined.items()
+            if "one-sided" not in name and "first" not in name
+        },
     }
 
 

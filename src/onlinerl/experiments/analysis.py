@@ -37,7 +37,7 @@ from typing import Any
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
-from scipy.special import betaln
+from scipy.special import betaln, ndtr
 
 Floats = NDArray[np.float64]
 
@@ -46,6 +46,9 @@ LEAST = 20
 CONCENTRATION = 100.0
 """Weight of the prior of `imbalance`, in units. Looking for shifts of a few points among a thousand units it
 is the quickest of 20 to 10,000, and it is what published implementations take."""
+
+_ROUNDS = 8
+"""Of the iteration for a one-sided bound; seven digits at α = 0.1."""
 
 
 def _none() -> Floats:
@@ -231,24 +234,31 @@ def _deviations(arm: Totals, before: Floats | None) -> _Deviations:
 def radius(size: ArrayLike, *, alpha: float, tuned: float, two_sided: bool = True) -> Floats:
     """Half the width of the interval in standard errors, at `size` units of each arm.
 
-    Two-sided: √[2(nη²+1)/(nη²)·ln(√(nη²+1)/α)], smallest times 1/√n at n = `tuned` (of η², the approximation
-    of their appendix). One-sided, a bound that is missed with probability α at whichever end it is used:
-    √[2(nη²+1)/(nη²)·ln(1 + √(nη²+1)/(2α))], η² at 2α: the mixture over a half-normal is
-    2·exp(y²/2)·Φ(y)/√(nη²+1) with y² = S²η²/(nη²+1), and at this bound 1 − Φ(y) < exp(−y²/2) makes it at
-    least 1/α.
+    Two-sided: √[2(nη²+1)/(nη²)·ln(√(nη²+1)/α)]; over all n, its product with 1/√n is smallest at η² for n =
+    `tuned` (the approximation of their appendix).
+
+    One-sided, a bound that is missed with probability α at whichever end it is used: the mixture over a
+    half-normal instead of a normal. It is y·√[(nη²+1)/(nη²)] where 2·exp(y²/2)·Φ(y) = √(nη²+1)/α, with η² at
+    2α [`normal_mixture_bound` of confseq, Howard et al., 1810.08240]. The root is found from above by
+    y ← √[2·ln(√(nη²+1)/(2αΦ(y)))], which contracts five-fold or more where α < 0.1.
 
     >>> float(radius(1000, alpha=0.05, tuned=1000).round(4))
     3.0352
     >>> float(radius(1000, alpha=0.05, tuned=1000, two_sided=False).round(4))
-    2.7791
+    2.7661
     """
     twice = -2.0 * math.log(alpha if two_sided else 2 * alpha)
     squared = (twice + math.log1p(twice)) / tuned
     mass = np.asarray(size, dtype=np.float64) * squared
     odds = np.sqrt(mass + 1.0)
-    tail = np.log(odds / alpha) if two_sided else np.log1p(odds / (2 * alpha))
+    if two_sided:
+        normal = np.sqrt(2.0 * np.log(odds / alpha))
+    else:
+        normal = np.sqrt(2.0 * np.log1p(odds / (2 * alpha)))
+        for _ in range(_ROUNDS):
+            normal = np.sqrt(2.0 * np.log(odds / (2 * alpha * ndtr(normal))))
     with np.errstate(divide="ignore"):
-        return np.sqrt(2.0 * (mass + 1.0) / mass * tail)
+        return normal * np.sqrt((mass + 1.0) / mass)
 
 
 @dataclass(frozen=True, slots=True)

@@ -241,7 +241,7 @@ def points(reward: float) -> str:
     >>> points(0.0123)
     '1.2'
     """
-    return f"{100 * reward:.1f}" if abs(reward) >= 0.001 else f"{100 * reward:.2f}"
+    return f"{100 * reward + 0.0:.{1 if abs(reward) >= 0.001 else 2}f}"
 
 
 def complaint(guard: Guard, name: str) -> str:
