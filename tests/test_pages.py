@@ -72,10 +72,14 @@ def opened(browser: Browser, url: str, **options: Any) -> Iterator[Page]:
     one = context.new_page()
     faults: list[str] = []
     one.on("pageerror", lambda error: faults.append(str(error)))
-    # a refused key is a 403 that the browser logs, and no fault of the page
+    # the browser logs answers like 403 and a server that is gone; the page copes with them
     one.on(
         "console",
-        lambda said: faults.append(said.text) if said.type == "error" and "40" not in said.text else None,
+        lambda said: (
+            faults.append(said.text)
+            if said.type == "error" and "Failed to load resource" not in said.text
+            else None
+        ),
     )
     hosts: set[str | None] = set()
     one.on("request", lambda request: hosts.add(urlsplit(request.url).hostname))
@@ -110,7 +114,9 @@ def picture(page: Page, name: str, *, whole: bool = True) -> None:
     )
     PICTURES.mkdir(parents=True, exist_ok=True)
     image = Image.open(io.BytesIO(page.screenshot(full_page=whole, animations="disabled")))
-    image.convert("RGB").quantize(192).save(PICTURES / f"{name}.png", optimize=True)
+    image.convert("RGB").quantize(256, method=Image.Quantize.FASTOCTREE).save(
+        PICTURES / f"{name}.png", optimize=True
+    )
 
 
 def number(page: Page, id: str) -> int:
@@ -125,10 +131,44 @@ def test_a_day_of_100_000_requests_is_there_at_once(page: Page, served: Served) 
     drawn = time.monotonic() - started
     paint = fresh.evaluate("performance.getEntriesByName('first-contentful-paint')[0].startTime") / 1000
     print(f"first paint {paint:.2f} s, numbers and curves {drawn:.2f} s")
-    assert number(fresh, "requests") >= DAY
+    assert number(fresh, "requests") > 0.99 * DAY  # some are older than a day by now
     assert paint < 1.5
     assert drawn < 5  # a shared machine; 0.5 s on a quiet one
     fresh.close()
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+@pytest.mark.parametrize("viewport", [DESK, PHONE], ids=["desk", "phone"])
+def test_every_page_is_accessible_and_fits(
+    browser: Browser, served: Served, scheme: str, viewport: dict[str, int]
+) -> None:
+    for page in opened(browser, served.url, color_scheme=scheme, viewport=viewport):
+        unlock(page, key_of(served))
+        expect(page.get_by_role("dialog")).to_have_count(0)
+        for name in PAGES:
+            visit(page, name)
+            page.wait_for_timeout(300)  # axe looks at what is drawn; curves come a frame later
+            picture(
+                page,
+                f"{name}-{'phone' if viewport is PHONE else 'desk'}-{scheme}",
+                whole=name != "interactions",
+            )
+            assert page.evaluate("document.documentElement.scrollWidth <= innerWidth"), f"{name} is too wide"
+            assert faults_of(page) == [], name
+        page.get_by_role("button", name="Lock").click()
+        page.locator("#key").click()
+        assert faults_of(page) == [], "the dialog"
+
+
+def faults_of(page: Page) -> list[str]:
+    """What axe finds that is serious or worse."""
+    found = Axe().run(page).response["violations"]
+    return [
+        f"{one['id']}: {node['target']} {node['failureSummary'][:300]}"
+        for one in found
+        if one["impact"] in ("serious", "critical")
+        for node in one["nodes"][:3]
+    ]
 
 
 def test_a_number_changes_without_a_reload(page: Page, served: Served) -> None:
@@ -255,40 +295,6 @@ def test_the_experiment_speaks_plainly_until_its_end(page: Page, served: Served)
     expect(page.locator("#sentence")).to_contain_text(
         re.compile(r"points; stopped \d\d:\d\d"), timeout=30_000
     )
-
-
-@pytest.mark.parametrize("scheme", ["light", "dark"])
-@pytest.mark.parametrize("viewport", [DESK, PHONE], ids=["desk", "phone"])
-def test_every_page_is_accessible_and_fits(
-    browser: Browser, served: Served, scheme: str, viewport: dict[str, int]
-) -> None:
-    for page in opened(browser, served.url, color_scheme=scheme, viewport=viewport):
-        unlock(page, key_of(served))
-        expect(page.get_by_role("dialog")).to_have_count(0)
-        for name in PAGES:
-            visit(page, name)
-            page.wait_for_timeout(300)  # axe looks at what is drawn; curves come a frame later
-            picture(
-                page,
-                f"{name}-{'phone' if viewport is PHONE else 'desk'}-{scheme}",
-                whole=name != "interactions",
-            )
-            assert page.evaluate("document.documentElement.scrollWidth <= innerWidth"), f"{name} is too wide"
-            assert faults_of(page) == [], name
-        page.get_by_role("button", name="Lock").click()
-        page.locator("#key").click()
-        assert faults_of(page) == [], "the dialog"
-
-
-def faults_of(page: Page) -> list[str]:
-    """What axe finds that is serious or worse."""
-    found = Axe().run(page).response["violations"]
-    return [
-        f"{one['id']}: {node['target']} {node['failureSummary'][:300]}"
-        for one in found
-        if one["impact"] in ("serious", "critical")
-        for node in one["nodes"][:3]
-    ]
 
 
 def test_an_empty_server_says_what_to_do_next(browser: Browser, tmp_path: Path) -> None:

@@ -24,7 +24,7 @@ export const state = {
 };
 
 const page = () => (location.hash.slice(1) in PAGES ? location.hash.slice(1) : "now");
-const named = (path, more = {}) => `${path}?${new URLSearchParams({ ...(state.policy && { policy: state.policy }), ...more })}`;
+export const named = (path, more = {}) => `${path}?${new URLSearchParams({ ...(state.policy && { policy: state.policy }), ...more })}`;
 
 // ----------------------------------------------------------------------------------- what is heard
 

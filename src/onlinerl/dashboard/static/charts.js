@@ -18,7 +18,6 @@ class Chart extends HTMLElement {
   #watch = new ResizeObserver(() => this.#fit());
 
   connectedCallback() {
-    this.setAttribute("role", "img");
     this.#watch.observe(this);
     document.addEventListener("theme", this.#again);
     this.#draw();
@@ -47,7 +46,6 @@ class Chart extends HTMLElement {
     const format = spec.format.toString();
     const told = JSON.stringify([shape, format, lines.map(({ values, ...rest }) => rest)]);
     const data = [at, ...lines.map((line) => line.values)];
-    this.setAttribute("aria-label", spec.words);
     if (told === this.#told) { this.#plot.setData(data); return; }
     this.#told = told;
     this.#plot?.destroy();

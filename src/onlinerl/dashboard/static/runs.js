@@ -1,6 +1,6 @@
 import { h } from "./dom.js";
-import { count, none, number, percent, plural, signed, time } from "./format.js";
-import { card, chip, empty } from "./parts.js";
+import { count, none, number, plural, time } from "./format.js";
+import { card, chart, chip, empty } from "./parts.js";
 
 const CURVES = {
   reward: ["Reward", (x) => x.toFixed(2), { zero: true }], accepted: ["Accepted of shown", (x) => `${Math.round(x * 100)} %`, { floor: 0 }],
@@ -37,8 +37,8 @@ function curve({ batches, curves }, name, title, format, shape) {
   const last = values.findLast((value) => value !== null);
   return h("section.card", { "aria-label": title }, h("h2", {}, title, h("span.value", {}, last === undefined ? none : format(last))),
     last === undefined ? h("p.note", {}, "not measured in this run")
-      : h("x-chart", { spec: { at: batches, axis: "count", legend: false, height: 130, format, marks: [], ...shape,
-        lines: [{ label: title, color: "--accent", values }], words: `${title} over ${batches.length} batches, the last ${format(last)}` } }));
+      : chart({ at: batches, axis: "count", legend: false, height: 130, format, marks: [], ...shape,
+        lines: [{ label: title, color: "--accent", values }], words: `${title} over ${batches.length} batches, the last ${format(last)}` }));
 }
 
 function guards(run) {
@@ -58,4 +58,3 @@ function band({ low, high }) {
   if (high === null) return `at least ${number(low)}`;
   return `${number(low)} to ${number(high)}`;
 }
-export { percent, signed };
