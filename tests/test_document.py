@@ -24,8 +24,15 @@ from onlinerl import interface
 from onlinerl.gateway.document import PAGES
 from onlinerl.gateway.feedback import NativeFeedback
 from onlinerl.gateway.intake import PushedInteraction
-from onlinerl.records import FeedbackStatus, RunState, VersionState
-from onlinerl.store import runs
+from onlinerl.records import (
+    Decision,
+    DecisionKind,
+    ExperimentState,
+    FeedbackStatus,
+    RunState,
+    VersionState,
+)
+from onlinerl.store import experiments, runs
 from tests.controllers import KEY, controlled
 from tests.gateways import Gateway
 
@@ -114,6 +121,13 @@ async def test_every_example_is_taken_and_answered_as_the_document_says(
         if page.answer is not None:
             valid(content["schema"], reply.json())
             shape(page.example, reply.json(), f"{method} {path}")
+        if path.endswith("/experiments/{experiment}/stop"):
+            place = place.removesuffix("/1/stop")
+            again = await gateway.client.post(place, headers=KEY, json={"treatment": 1})
+            assert again.status_code == 201, again.text
+            with gateway.database.write() as c:  # as its numbers would make it
+                better = Decision(DecisionKind.PROMOTE, "better", at=time.time(), proposed=True)
+                experiments.wait(c, experiments.get(c, "tab", 2), better)
         if (method, path) == ("POST", "/admin/v1/policies/{policy}/runs"):
             with gateway.database.write() as c:  # as its process would
                 runs.start(
@@ -133,7 +147,7 @@ def shape(example: Any, answer: Any, where: str) -> None:
     if (
         isinstance(example, dict)
         and isinstance(answer, dict)
-        and not where.endswith(("metrics", "files", "tensors"))
+        and not where.endswith(("metrics", "files", "tensors", "plan", "numbers"))
     ):
         known = answer.keys() - {"adapter_base"}
         if not where.endswith(("settings", "data")):
@@ -147,6 +161,8 @@ def shape(example: Any, answer: Any, where: str) -> None:
 def test_words_that_the_document_lists_are_those_that_there_are() -> None:
     assert set(get_args(interface.VersionState)) == {state.value for state in VersionState}
     assert set(get_args(interface.RunState)) == {state.value for state in RunState}
+    assert set(get_args(interface.ExperimentState)) == {state.value for state in ExperimentState}
+    assert set(get_args(interface.DecisionKind)) == {kind.value for kind in DecisionKind}
     statuses = get_type_hints(interface.FeedbackStatus)["status"]
     assert set(get_args(statuses)) == {status.value for status in FeedbackStatus}
     assert set(interface.Pushed.__annotations__) == set(PushedInteraction.model_fields)

@@ -24,6 +24,8 @@ from urllib.parse import quote
 import httpx
 
 from onlinerl.interface import (
+    Experiment,
+    ExperimentProgress,
     Feedback,
     FileOfVersion,
     Manifest,
@@ -145,6 +147,39 @@ def _rollback(policy: str, to: int | None = None) -> Call[Version]:
     return Call("POST", f"{_policy(policy)}/rollback", {} if to is None else {"to": to})
 
 
+def _start_experiment(
+    policy: str,
+    treatment: int | str,
+    *,
+    control: int | str | None = None,
+    plan: Mapping[str, Any] | None = None,
+) -> Call[Experiment]:
+    """Try a version (its number, or `policy@version`) on live users, against the live one or `control`;
+    `plan` are settings of `experiments` for this one alone."""
+    body = {"treatment": treatment, "control": control, "plan": dict(plan or {})}
+    return Call("POST", f"{_policy(policy)}/experiments", body)
+
+
+def _experiments(policy: str) -> Call[list[Experiment]]:
+    """All experiments, oldest first."""
+    return Call("GET", f"{_policy(policy)}/experiments")
+
+
+def _experiment(policy: str, experiment: int) -> Call[ExperimentProgress]:
+    """One experiment: its decisions, and what its numbers say now."""
+    return Call("GET", f"{_policy(policy)}/experiments/{experiment}")
+
+
+def _stop_experiment(policy: str, experiment: int, reason: str = "stopped by a person") -> Call[Experiment]:
+    """End it; its canary is rejected."""
+    return Call("POST", f"{_policy(policy)}/experiments/{experiment}/stop", {"reason": reason})
+
+
+def _confirm(policy: str, experiment: int, decision: str | None = None) -> Call[Experiment]:
+    """Do what a waiting experiment proposes, if it is `decision`."""
+    return Call("POST", f"{_policy(policy)}/experiments/{experiment}/confirm", {"decision": decision})
+
+
 def _manifest(policy: str, version: int) -> Call[Manifest]:
     """What a version is made of."""
     return Call("GET", f"{_policy(policy)}/versions/{version}/manifest")
@@ -214,6 +249,8 @@ class Client:
     stop_run, pause_run, resume_run = _now(_stop_run), _now(_pause_run), _now(_resume_run)
     push, feedback, webhooks = _now(_push), _now(_feedback), _now(_webhooks)
     versions, manifest, promote, rollback = _now(_versions), _now(_manifest), _now(_promote), _now(_rollback)
+    start_experiment, experiments = _now(_start_experiment), _now(_experiments)
+    experiment, stop_experiment, confirm = _now(_experiment), _now(_stop_experiment), _now(_confirm)
 
 
 class AsyncClient:
@@ -253,6 +290,8 @@ class AsyncClient:
     push, feedback, webhooks = _later(_push), _later(_feedback), _later(_webhooks)
     versions, manifest = _later(_versions), _later(_manifest)
     promote, rollback = _later(_promote), _later(_rollback)
+    start_experiment, experiments = _later(_start_experiment), _later(_experiments)
+    experiment, stop_experiment, confirm = _later(_experiment), _later(_stop_experiment), _later(_confirm)
 
 
 # ------------------------------------------------------------------------------ downloads, signatures

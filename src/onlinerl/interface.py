@@ -11,6 +11,8 @@ from typing import Any, Literal, NotRequired, Required
 from typing_extensions import TypedDict  # pydantic reads no other before Python 3.12
 
 VersionState = Literal["candidate", "canary", "live", "retired", "rejected"]
+ExperimentState = Literal["running", "waiting", "promoted", "futile", "aborted", "stopped"]
+DecisionKind = Literal["start", "continue", "ramp", "promote", "futile", "abort", "stop"]
 RunState = Literal["pending", "running", "paused", "finished", "stopped", "failed"]
 
 
@@ -62,6 +64,55 @@ class RunProgress(Run):
 
     metrics: dict[str, float | None]
     versions: list[int]
+
+
+class Decision(TypedDict):
+    """Something that was decided about an experiment."""
+
+    at: str
+    stage: int
+    kind: DecisionKind
+    actor: str
+    proposed: bool
+    """A person must confirm it; nothing was done yet."""
+    reason: str
+    numbers: dict[str, float]
+    """What it rests on: `estimate`, `low`, `high`, `units/control`, …"""
+
+
+class Experiment(TypedDict):
+    """Two arms on live users."""
+
+    policy: str
+    id: int
+    state: ExperimentState
+    control: str
+    """`tab@3`."""
+    treatment: str
+    stage: int
+    """Place in the plan's stages, from 0."""
+    share: float
+    """Of those who take part, who get the treatment."""
+    stage_at: str | None
+    """When the stage began; null: the engines do not hold both arms yet."""
+    created_at: str
+    ended_at: str | None
+    tau: float
+    alpha: float
+    actor: str
+    message: str
+    """Why it ended."""
+    plan: dict[str, Any]
+    """The settings that it was started with."""
+
+
+class ExperimentProgress(Experiment):
+    """One experiment, with its history."""
+
+    now: Decision | None
+    """What its numbers say now; null where it has ended or not begun."""
+    decisions: list[Decision]
+    """Oldest first."""
 
 
 class FileOfVersion(TypedDict):

@@ -88,9 +88,43 @@ _PUSHED = {
     "duration": 0.31,
 }
 _TAKEN = {"id": "chatcmpl-7d1", "index": 0, "status": "recorded", "reason": ""}
+_EXPERIMENT = {
+    "policy": "tab",
+    "id": 1,
+    "state": "running",
+    "control": "tab@0",
+    "treatment": "tab@1",
+    "stage": 0,
+    "share": 0.05,
+    "stage_at": "2025-01-01T12:40:00.000Z",
+    "created_at": "2025-01-01T12:40:00.000Z",
+    "ended_at": None,
+    "tau": 0.1,
+    "alpha": 0.03,
+    "actor": "admin",
+    "message": "",
+    "plan": {"stages": [0.05, 0.5], "unit": "user", "alpha": 0.05},
+}
+_DECISION = {
+    "at": "2025-01-01T12:40:00.000Z",
+    "stage": 0,
+    "kind": "start",
+    "actor": "admin",
+    "proposed": False,
+    "reason": "tab@1 against tab@0",
+    "numbers": {"tau": 0.1, "alpha": 0.03},
+}
+_STOPPED = {
+    **_EXPERIMENT,
+    "state": "stopped",
+    "ended_at": "2025-01-01T13:00:00.000Z",
+    "message": "the release was called off",
+}
+_PROMOTED = {**_EXPERIMENT, "id": 2, "state": "promoted", "ended_at": "2025-01-03T13:00:00.000Z"}
 _POLICY: dict[str, str | int] = {"policy": "tab"}
 _OF_VERSION: dict[str, str | int] = {"policy": "tab", "version": 1}
 _OF_RUN: dict[str, str | int] = {"policy": "tab", "run": 1}
+_OF_EXPERIMENT: dict[str, str | int] = {"policy": "tab", "experiment": 1}
 _BASE_PATH = "/admin/v1/policies/{policy}"
 
 PAGES: Mapping[tuple[str, str], Page] = {
@@ -176,6 +210,28 @@ PAGES: Mapping[tuple[str, str], Page] = {
     ),
     ("POST", f"{_BASE_PATH}/versions/{{version}}/promote"): Page(interface.Version, _LIVE, path=_OF_VERSION),
     ("POST", f"{_BASE_PATH}/rollback"): Page(interface.Version, _BASE, body={"to": 0}, path=_POLICY),
+    ("POST", f"{_BASE_PATH}/experiments"): Page(
+        interface.Experiment,
+        _EXPERIMENT,
+        201,
+        body={"treatment": 1, "plan": {"stages": [0.05, 0.5]}},
+        path=_POLICY,
+    ),
+    ("GET", f"{_BASE_PATH}/experiments"): Page(list[interface.Experiment], [_EXPERIMENT], path=_POLICY),
+    ("GET", f"{_BASE_PATH}/experiments/{{experiment}}"): Page(
+        interface.ExperimentProgress,
+        {**_EXPERIMENT, "now": None, "decisions": [_DECISION]},
+        path=_OF_EXPERIMENT,
+    ),
+    ("POST", f"{_BASE_PATH}/experiments/{{experiment}}/stop"): Page(
+        interface.Experiment, _STOPPED, body={"reason": "the release was called off"}, path=_OF_EXPERIMENT
+    ),
+    ("POST", f"{_BASE_PATH}/experiments/{{experiment}}/confirm"): Page(
+        interface.Experiment,
+        _PROMOTED,
+        body={"decision": "promote"},
+        path={**_OF_EXPERIMENT, "experiment": 2},
+    ),
     ("GET", "/admin/v1/replicas"): Page(
         list[interface.Replica],
         [{"name": "tab-0", "policy": "tab", "state": "up", "versions": [0, 1], "running": 2, "waiting": 0}],
