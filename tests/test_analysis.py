@@ -137,9 +137,9 @@ def test_the_interval_is_tightest_where_it_is_tuned(alpha: float, two_sided: boo
 
 
 def test_a_published_simulation_is_reproduced() -> None:
-    # seqabpy's "Sequential Testing Guide" (GAVI): normal data, 500 units an arm, tuned at 500, 0.05 for one end
-    # of the two-sided bound, so α is twice that. Of 100,000 A/A runs 1.8 % go up, and with an effect of 0.1
-    # standard deviations 22.2 %, half of these by unit 285
+    # seqabpy's "Sequential Testing Guide" (GAVI): normal data, 500 units an arm, tuned at 500, 0.05 for one
+    # end of the two-sided bound, so α is twice that. Of 100,000 A/A runs 1.8 % go up. With an effect of 0.1
+    # standard deviations 22.2 % do, half of these by unit 285
     rng = np.random.default_rng(11)
     size = np.arange(1, 501)
     bound = math.sqrt(2) / np.sqrt(size) * radius(size, alpha=0.1, tuned=500)

@@ -113,8 +113,8 @@ def test_1_arms_that_do_not_match_abort() -> None:
         (guard("shown", 0.2), "v7 is too silent: it shows 25.0% of requests, the control 5.0%"),
         (
             guard("reverted", 0.2),
-            "v7 is taken back too often: at least 17.0% more of its accepted answers are gone a minute later, "
-            "5.0% are allowed",
+            "v7 is taken back too often: at least 17.0% more of its accepted answers are gone a minute "
+            "later, 5.0% are allowed",
         ),
         (guard("length", 90.0, low=80.0), "v7 is too long: 90 characters an answer, the control 0"),
     ],
@@ -316,7 +316,7 @@ def test_a_ramp_needs_no_person() -> None:
 def test_missing_data_triggers_nothing(stage: int, hours: float, few: int, goal: str, who: str) -> None:
     control = Observations.of(opportunities=[5.0] * (19 * few), reward=[1.0] * (19 * few))
     treatment = Observations.of(opportunities=[5.0] * few, reward=[-5.0] * few, errors=[5.0] * few)
-    plan = config.Experiments(goal=goal, decide=who)  # type: ignore[arg-type]
+    plan = config.Experiments(goal=goal, decide=who)
     one = experiment(stage, goal=goal, decide=who)
     found = read(control, treatment, alpha=0.03, tuned=1000)
     decision = decide(one, found, watch(control, treatment, plan), 1.0, hours * HOUR)

@@ -410,19 +410,21 @@ class Experiments(Node):
     """Share of those who take part that gets the treatment, stage by stage; rising. The last one decides."""
     stage_hours: Annotated[float, Field(ge=0)] = 1.0
     """Least hours of a stage before the next."""
-    stage_units: Count = 5
-    """Least units of the treatment in a stage before the next."""
+    stage_units: Count = 10
+    """Least units of the treatment in a stage before the next. With fewer than ten nothing can be said and no
+    stage ends: a share that so few units get is too small for the traffic."""
     least_units: Count = 100
-    """Least units of each arm, exposure over, before a promotion."""
+    """Least units of each arm, exposure over, before a promotion; below 20 there is no interval."""
     least_hours: Annotated[float, Field(ge=0)] = 24.0
     """Least hours of the last stage before a promotion."""
     most_hours: Positive = 336.0
-    """Hours of the last stage after which an experiment without an answer is given up."""
+    """Hours of a stage after which an experiment without an answer is given up."""
     window_hours: Positive = 24.0
     """Hours from a unit's first request of a stage in which its requests count; it counts once, when these
     are over."""
     alpha: Annotated[float, Field(gt=0, lt=0.5)] = 0.05
-    """Probability that a policy ever promotes a version that is no better, over all its experiments."""
+    """Probability that a policy ever promotes a version that is no better, over all its experiments; and that
+    one stage takes back a version that is within all margins."""
     tuned: Count = 1000
     """Units of each arm at which the interval is tightest (n* of ALGORITHMS.md)."""
     goal: Literal["better", "equal"] = "better"
