@@ -10,6 +10,7 @@ import json
 import os
 import shlex
 import sys
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import UTC, datetime
@@ -24,7 +25,8 @@ from onlinerl.config import Settings, load_settings
 from onlinerl.errors import EngineError, NotFound, OnlineRLError, SettingsError, StoreError
 
 if TYPE_CHECKING:
-    from onlinerl.records import Version
+    from onlinerl.experiments.guardrails import Guard
+    from onlinerl.records import Decision, Experiment, Version
     from onlinerl.store.database import Database
 
 ACTOR = "cli"
@@ -419,6 +421,181 @@ def collect_versions(settings: Settings, dry_run: bool, policy: str | None, as_j
         return
     rows = [(r["policy"], r["folder"], f"{r['bytes']:,}") for r in removed]
     print_table(("policy", "folder", "bytes"), rows, nothing="nothing to delete")
+
+
+# --------------------------------------------------------------------------------------- experiments
+
+
+@cli.group()
+def experiments() -> None:
+    """Try a version on live users, watch what comes of it, and end it."""
+
+
+experiment_argument = click.argument("experiment", type=click.IntRange(min=1, max=2**63 - 1))
+
+
+@experiments.command("list")
+@policy_option
+@json_option
+@with_settings
+def list_experiments(settings: Settings, policy: str | None, as_json: bool) -> None:
+    """All experiments, of all policies or of one; the bars are how wide the interval was."""
+    from onlinerl.experiments import picture
+    from onlinerl.store import experiments as store
+
+    names = [chosen(settings, policy)] if policy else list(settings.policies)
+    found: list[tuple[Experiment, list[Decision]]] = []
+    if not empty(settings):
+        with opened(settings) as database, database.read() as c:
+            for name in names:
+                found += [(one, store.decisions(c, one.id)) for one in store.list_(c, name)]
+    if as_json:
+        print_json([one.describe() for one, _ in found])
+        return
+    rows = [
+        (
+            f"{one.policy}/{one.id}",
+            one.state.value,
+            f"{one.treatment.name} against {one.control.name}",
+            picture.sparkline(picture.points(decisions)),
+            _said(one, decisions),
+        )
+        for one, decisions in found
+    ]
+    columns = ("experiment", "state", "arms", "interval", "verdict (times UTC)")
+    nothing = "no experiments yet: `onlinerl experiments start VERSION`, or the setting publish: experiment"
+    print_table(columns, rows, nothing=nothing)
+
+
+def _said(experiment: Experiment, decisions: Sequence[Decision]) -> str:
+    """Where an experiment stands, in a sentence."""
+    from onlinerl.records import ExperimentState
+
+    last = decisions[-1]
+    if experiment.state is ExperimentState.WAITING:
+        proposed = [one for one in decisions if one.proposed][-1]
+        how = f"`onlinerl experiments confirm {experiment.id}` does it"
+        return f"proposes to {PROPOSALS[proposed.kind.value]}: {proposed.reason}; {how}"
+    if experiment.state is not ExperimentState.RUNNING:
+        return f"{experiment.state} {moment(experiment.ended_at)}: {experiment.message}"
+    if not experiment.begun:
+        return "waits until both arms are loaded"
+    stage = f"stage {experiment.stage + 1} of {len(experiment.plan['stages'])}"
+    return f"{stage}, {experiment.share:.0%} get {experiment.treatment.name}: {last.reason}"
+
+
+PROPOSALS = {"promote": "promote the treatment", "futile": "give up"}
+
+
+@experiments.command("show")
+@experiment_argument
+@policy_option
+@json_option
+@with_settings
+def show_experiment(settings: Settings, experiment: int, policy: str | None, as_json: bool) -> None:
+    """One experiment: its interval over time, its guardrails, and every decision."""
+    from onlinerl.experiments import picture
+    from onlinerl.loop import promotion
+    from onlinerl.store import experiments as store
+
+    with kept(settings) as database, database.read() as c:
+        found = store.get(c, chosen(settings, policy), experiment)
+        decisions = store.decisions(c, found.id)
+        look = promotion.now(c, found)
+    now = [] if look is None else [look.decision]
+    if as_json:
+        told = now[0].describe() if now else None
+        print_json({**found.describe(), "now": told, "decisions": [one.describe() for one in decisions]})
+        return
+    click.echo(f"{found.treatment.name} against {found.control.name}: {_said(found, [*decisions, *now])}")
+    looks = picture.points([*decisions, *now])
+    if looks:
+        click.echo("\ndifference, in points of reward per 100 requests, over time:")
+        click.echo("\n".join(picture.chart(looks)))
+    if look is not None:
+        columns = ("guardrail", "control", "treatment", "is")
+        print_table(columns, [_guard(guard) for guard in look.guards], nothing="")
+    history = [
+        (moment(one.at), one.stage + 1, one.kind.value, "proposed" if one.proposed else one.actor, one.reason)
+        for one in decisions
+        if one.kind.value != "continue"
+    ]
+    print_table(("at (UTC)", "stage", "decision", "by", "reason"), history, nothing="")
+
+
+def _guard(guard: Guard) -> tuple[str, str, str, str]:
+    if not guard.known:
+        return guard.name, "", "", "not known yet"
+    stands = "broken" if guard.broken else "safe" if guard.safe else "neither safe nor broken yet"
+    return guard.name, f"{guard.control:.3g}", f"{guard.treatment:.3g}", stands
+
+
+@experiments.command("start")
+@click.argument("treatment")
+@click.option("--control", metavar="V", help="What it is tried against [default: the live version].")
+@policy_option
+@json_option
+@with_settings
+def start_experiment(
+    settings: Settings, treatment: str, control: str | None, policy: str | None, as_json: bool
+) -> None:
+    """Try the version TREATMENT (3, or POLICY@3) on live users; it begins once a `serve` has loaded it.
+
+    Its plan is that of policies.P.experiments, overrides included.
+    """
+    from onlinerl.loop import promotion
+
+    name = chosen(settings, policy)
+    tried = promotion.arm(settings, name, treatment)
+    against = None if control is None else promotion.arm(settings, name, control)
+    with kept(settings) as database, database.write() as c:
+        started = promotion.start(
+            c,
+            settings,
+            name,
+            control=against,
+            treatment=tried,
+            plan=settings.policies[name].experiments,
+            actor=ACTOR,
+            now=time.time(),
+        )
+    if as_json:
+        print_json(started.describe())
+        return
+    click.echo(f"experiment {started.id} tries {started.treatment.name} against {started.control.name}")
+
+
+@experiments.command("stop")
+@experiment_argument
+@click.option("--reason", default="stopped by a person", show_default=True, help="Why, in a sentence.")
+@policy_option
+@json_option
+@with_settings
+def stop_experiment(
+    settings: Settings, experiment: int, reason: str, policy: str | None, as_json: bool
+) -> None:
+    """End an experiment: everybody is served the live version, and a canary is rejected."""
+    from onlinerl.loop import promotion
+
+    name = chosen(settings, policy)
+    with kept(settings) as database, database.write() as c:
+        ended = promotion.stop(c, name, experiment, actor=ACTOR, reason=reason, now=time.time())
+    print_json(ended.describe()) if as_json else click.echo(f"experiment {ended.id} is {ended.state}")
+
+
+@experiments.command("confirm")
+@experiment_argument
+@policy_option
+@json_option
+@with_settings
+def confirm_experiment(settings: Settings, experiment: int, policy: str | None, as_json: bool) -> None:
+    """Do what an experiment proposes that waits for a person (decide: ask): promote, or give up."""
+    from onlinerl.loop import promotion
+
+    name = chosen(settings, policy)
+    with kept(settings) as database, database.write() as c:
+        ended = promotion.confirm(c, name, experiment, actor=ACTOR, now=time.time())
+    print_json(ended.describe()) if as_json else click.echo(f"experiment {ended.id} is {ended.state}")
 
 
 # ------------------------------------------------------------------------------------------ replicas

@@ -110,6 +110,15 @@ DIFFERENCE = Gauge(
     ("policy", "bound"),
 )
 
+# ----------------------------------------------------------------------------------- experiments
+
+EXPERIMENT = Gauge("onlinerl_experiment", "The experiment that runs; 0: none does.", ("policy",))
+EXPERIMENTS = Counter(
+    "onlinerl_experiment_decisions",
+    "What was decided about experiments by themselves, proposals included, by kind.",
+    ("policy", "kind"),
+)
+
 
 def configure_logging(json: bool | None = None, file: Path | None = None) -> None:
     """Send all logs, the standard library's too, through structlog to standard error or `file`.

@@ -11,6 +11,7 @@ transition tables of everything that has states stand at the end; the store enfo
 from __future__ import annotations
 
 import hashlib
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
@@ -68,7 +69,7 @@ class FinishReason(StrEnum):
     ABORT = "abort"
     """The client left."""
     ERROR = "error"
-    """The engine died in mid-stream."""
+    """The engine failed: in mid-stream or, where the request was assigned in an experiment, before it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -518,18 +519,46 @@ class Experiment:
     stage: int
     """Place in `plan["stages"]`; each stage is analysed by itself."""
     stage_at: float
-    """When that stage began."""
+    """When that stage began; infinite until both arms can be served, and nobody is assigned before that."""
     created_at: float
     ended_at: float | None = None
     actor: str = ""
     """Who started it."""
     message: str = ""
     """Why it ended, in words."""
+    rewards: Mapping[str, Any] = field(default_factory=lambda: MappingProxyType({}))
+    """What verdicts are worth in it (`config.Rewards` as JSON, of its start): frozen. What it does not name
+    has its default."""
 
     @property
     def share(self) -> float:
         """Probability with which a unit that takes part gets the treatment."""
         return float(self.plan["stages"][self.stage])
+
+    @property
+    def begun(self) -> bool:
+        """Whether requests are assigned: both arms could be served."""
+        return self.stage_at < math.inf
+
+    def describe(self) -> dict[str, Any]:
+        """As JSON for people and programs: what `experiments list --json` and the admin interface give."""
+        return {
+            "policy": self.policy,
+            "id": self.id,
+            "state": self.state.value,
+            "control": self.control.name,
+            "treatment": self.treatment.name,
+            "stage": self.stage,
+            "share": self.share,
+            "stage_at": iso(self.stage_at) if self.begun else None,
+            "created_at": iso(self.created_at),
+            "ended_at": iso(self.ended_at),
+            "tau": self.tau,
+            "alpha": self.alpha,
+            "actor": self.actor,
+            "message": self.message,
+            "plan": dict(self.plan),
+        }
 
     @staticmethod
     def example() -> Experiment:
@@ -577,6 +606,18 @@ class Decision:
     stage: int = 0
     proposed: bool = False
     """A person must confirm it; nothing was done yet."""
+
+    def describe(self) -> dict[str, Any]:
+        """As JSON."""
+        return {
+            "at": iso(self.at),
+            "stage": self.stage,
+            "kind": self.kind.value,
+            "actor": self.actor,
+            "proposed": self.proposed,
+            "reason": self.reason,
+            "numbers": {name: number for name, number in self.numbers.items() if math.isfinite(number)},
+        }
 
 
 EXPERIMENT_TRANSITIONS: Mapping[ExperimentState, frozenset[ExperimentState]] = MappingProxyType(

@@ -34,9 +34,11 @@ from onlinerl.engines.pool import Pool
 from onlinerl.errors import EngineError, ModelError, NotFound, OnlineRLError, PortTaken, SettingsError
 from onlinerl.gateway.app import create_app
 from onlinerl.gateway.service import Service
+from onlinerl.loop.promotion import Promotion
 from onlinerl.loop.publisher import Publisher
 from onlinerl.loop.trigger import Trigger
 from onlinerl.observe import configure_logging, logger
+from onlinerl.records import Arm
 from onlinerl.store import versions
 from onlinerl.store.database import Database, Writer
 from onlinerl.supervisor import Supervisor, socket_folder
@@ -245,6 +247,15 @@ async def running(settings: Settings) -> AsyncIterator[Server]:
                 supervisors.append(supervisor)
             tasks.append(asyncio.create_task(publisher.run(), name=f"publisher {name}"))
             tasks.append(asyncio.create_task(Trigger(name, settings, database).run(), name=f"trigger {name}"))
+        for name in settings.policies:
+            promotion = Promotion(
+                name,
+                settings,
+                database,
+                holds=lambda arm: _holds(publishers, arm),
+                fault=lambda arm: _fault(publishers, arm),
+            )
+            tasks.append(asyncio.create_task(promotion.run(), name=f"promotion {name}"))
         for supervisor in supervisors:
             tasks.append(asyncio.create_task(supervisor.run(), name=f"replica {supervisor.name}"))
 
@@ -338,7 +349,18 @@ def _service(
         live=lambda: publisher.live,
         ensure=publisher.ensure,
         exists=publisher.exists,
+        experiment=lambda: publisher.experiment,
     )
+
+
+def _holds(publishers: Mapping[str, Publisher], arm: Arm) -> bool:
+    publisher = publishers.get(arm.policy)
+    return publisher is not None and arm.version is not None and publisher.holds(arm.version)
+
+
+def _fault(publishers: Mapping[str, Publisher], arm: Arm) -> str | None:
+    publisher = publishers.get(arm.policy)
+    return publisher.fault(arm.version) if publisher is not None and arm.version is not None else None
 
 
 def _report(task: asyncio.Task[None], failure: asyncio.Future[None]) -> None:

@@ -21,6 +21,8 @@ HOLDOUT = "holdout"
 """Stays on the policy's first version for good."""
 DAY = 86_400.0
 """Seconds of a session's day, UTC."""
+SEPARATOR = "\0"
+"""Between the parts of a session's name; the first is the user."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,7 +79,7 @@ def session(user: str, path: str, at: float) -> str:
     >>> session("u1", "a.py", 90_000.0)
     'u1\\x00a.py\\x001'
     """
-    return f"{user}\0{path}\0{int(at // DAY)}"
+    return SEPARATOR.join((user, path, str(int(at // DAY))))
 
 
 def experimental(

@@ -18,6 +18,9 @@ from onlinerl.gateway.service import Route
 from onlinerl.records import Finish, FinishReason, Generation, Interaction, Token
 from onlinerl.text.codec import Codec
 
+PROJECT = "default"
+"""Of all requests, until keys tell projects apart."""
+
 
 class Stops:
     """Finds stop strings in a stream of text, and holds back what may be the beginning of one.
@@ -71,6 +74,8 @@ class Prompt:
     ids: tuple[int, ...]
     suffix_hash: str = ""
     language: str = ""
+    path: str = ""
+    """Of the file that the cursor is in, where the prompt tells it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,7 +96,7 @@ class Ask:
     seed: int | None
     stops: tuple[str, ...]
     top_logprobs: int | None
-    project: str = "default"
+    project: str = PROJECT
     stop_ids: tuple[int, ...] = field(init=False)
     texts: tuple[str, ...] = field(init=False)
     """The stop strings that must be looked for in the text."""
@@ -257,6 +262,8 @@ class Answer:
             untrainable=untrainable,
             suffix_hash=self.prompt.suffix_hash,
             propensity=ask.route.propensity,
+            experiment=ask.route.experiment,
+            unit=ask.route.unit,
         )
 
 

@@ -22,10 +22,12 @@ import onlinerl
 from onlinerl import observe
 from onlinerl.config import Settings
 from onlinerl.errors import Forbidden, NotFound, OnlineRLError, RequestError
+from onlinerl.gateway import experiments
 from onlinerl.gateway.admin import Admin, Replicas
 from onlinerl.gateway.bodies import JSONReply, error_reply
 from onlinerl.gateway.completions import CompletionRequest, Completions
 from onlinerl.gateway.feedback import ContinueEvent, FeedbackRoutes, NativeFeedback
+from onlinerl.gateway.keys import Gate
 from onlinerl.gateway.service import Service, Services
 from onlinerl.store.database import Database, Writer
 
@@ -52,6 +54,7 @@ def create_app(
     completions = Completions(known, writer, body_limit=limit)
     feedback = FeedbackRoutes(known, writer, body_limit=limit)
     admin = Admin(known, writer, database, key=admin_key, replicas=replicas, body_limit=limit)
+    trials = experiments.Experiments(Gate(admin_key, known), writer, database, settings, body_limit=limit)
     state = _State(known)
     app = FastAPI(title="onlinerl", version=onlinerl.__version__, docs_url=None, redoc_url=None)
 
@@ -107,6 +110,27 @@ def create_app(
         admin.rollback,
         "Back to the version that was live before, or to a given one",
         body={"type": "object", "properties": {"to": {"type": "integer", "minimum": 0}}},
+        optional=True,
+    )
+    route("GET", f"{base}/experiments", trials.list_, "All experiments of a policy")
+    begin = _schema(experiments.Start)
+    route("POST", f"{base}/experiments", trials.start, "Try a version on live users", body=begin)
+    one = f"{base}/experiments/{{experiment}}"
+    route("GET", one, trials.show, "One experiment: its decisions, and what its numbers say now")
+    route(
+        "POST",
+        f"{one}/stop",
+        trials.stop,
+        "End an experiment; its canary is rejected",
+        body=_schema(experiments.Stop),
+        optional=True,
+    )
+    route(
+        "POST",
+        f"{one}/confirm",
+        trials.confirm,
+        "Do what a waiting experiment proposes",
+        body=_schema(experiments.Confirm),
         optional=True,
     )
     route("GET", "/admin/v1/replicas", admin.replicas, "The engines")

@@ -13,8 +13,9 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from onlinerl.errors import RequestError
-from onlinerl.experiments.assignment import EXPLORE, LIVE, exploration
-from onlinerl.gateway.answers import Answer, Ask, Prompt, new_id
+from onlinerl.experiments.assignment import EXPLORE
+from onlinerl.gateway import arms
+from onlinerl.gateway.answers import PROJECT, Answer, Ask, Prompt, new_id
 from onlinerl.gateway.bodies import checked, read_json, sticky
 from onlinerl.gateway.replies import Stream, Whole
 from onlinerl.gateway.service import Route, Service, Services
@@ -24,6 +25,8 @@ from onlinerl.text import templates
 
 CHOICES = 128
 """Most sequences of one request."""
+PATH = 256
+"""Most characters, the last ones, of a path that tells file sessions apart."""
 STOPS = 16
 STOP_LENGTH = 256
 """Most characters of a stop string."""
@@ -110,16 +113,28 @@ class Completions:
         usage = _include_usage(body)
         stops = _stops(body.stop)
         id, user = new_id(), sticky(request.headers, body.user)
-        route = _assigned(await self._services.route(body.model), body, user, id)
+        label = request.headers.get("x-project-id", "")[:256]
+        asked = arms.Asked(
+            id=id,
+            user=user,
+            project=label or PROJECT,
+            path=prompts[0].path[-PATH:],
+            at=at,
+            repeatable=body.seed is not None or body.temperature == 0,
+        )
+        live = await self._services.route(body.model)
+        route = arms.draw(live, asked, self._services)
+        if route.service is not service:
+            route, prompts = await _translated(route, live, prompts, body)
         temperature, top_p = _sampling(route, body)
-        sampling = service.settings.sampling
+        sampling = route.service.settings.sampling
         ask = Ask(
             id=id,
             route=route,
             at=at,
             started=started,
             user=user,
-            label=request.headers.get("x-project-id", "")[:256],
+            label=label,
             max_tokens=sampling.max_tokens if body.max_tokens is None else body.max_tokens,
             temperature=temperature,
             top_p=top_p,
@@ -154,17 +169,28 @@ def _refuse(body: CompletionRequest) -> None:
         )
 
 
-def _assigned(route: Route, body: CompletionRequest, user: str, id: str) -> Route:
-    """The route with the arm that the request is drawn into.
+async def _translated(
+    route: Route, live: Route, prompts: list[Prompt], body: CompletionRequest
+) -> tuple[Route, list[Prompt]]:
+    """The prompts for the other policy that the arm is of, in its template and tokens.
 
-    One that asks to be repeatable is never explored: it pins a version, gives a seed, or asks for temperature
-    0 itself. A low temperature alone is a client's habit (Continue sends 0.01), and asks for no such thing.
+    Where they cannot be put so, or do not fit, live serves them as they are; the arm stays in the record.
     """
-    if route.arm != LIVE or body.seed is not None or body.temperature == 0:
-        return route
-    service = route.service
-    drawn = exploration(service.settings.exploration, policy=service.name, user=user, request=id)
-    return replace(route, arm=drawn.arm, propensity=drawn.propensity)
+    try:
+        moved = [await _moved(prompt, live.service, route.service) for prompt in prompts]
+    except RequestError:
+        return replace(route, service=live.service, version=live.version), prompts
+    return route, moved
+
+
+async def _moved(prompt: Prompt, here: Service, there: Service) -> Prompt:
+    """One prompt of a policy as another one's. Raises RequestError where that is not possible."""
+    parts = here.template.parse(prompt.text) if here.template and here.template != there.template else None
+    moved = await (
+        _text_prompt(there, prompt.text, None) if parts is None else _text_prompt(there, parts[0], parts[1])
+    )
+    _fits(there, len(moved.ids))
+    return moved
 
 
 def _sampling(route: Route, body: CompletionRequest) -> tuple[float, float]:
@@ -274,11 +300,13 @@ def _id_prompt(service: Service, ids: list[int]) -> Prompt:
 
 def _prompt(service: Service, text: str, ids: Sequence[int]) -> Prompt:
     parts = service.template.parse(text) if service.template else None
+    path = service.template.path(text) if service.template else ""
     return Prompt(
         text=text,
         ids=tuple(ids),
         suffix_hash=text_hash(parts[1]) if parts else "",
-        language=templates.language(service.template.path(text)) if service.template else "",
+        language=templates.language(path),
+        path=path,
     )
 
 

@@ -22,6 +22,7 @@ from starlette.responses import Response
 from onlinerl import observe
 from onlinerl.errors import RequestError
 from onlinerl.gateway import joins
+from onlinerl.gateway.answers import PROJECT
 from onlinerl.gateway.bodies import JSONReply, checked, read_json, sticky
 from onlinerl.gateway.service import Services
 from onlinerl.records import Event, Feedback, FeedbackStatus, Interaction, text_hash
@@ -29,7 +30,6 @@ from onlinerl.store import feedback as feedback_store
 from onlinerl.store import interactions
 from onlinerl.store.database import Writer
 
-PROJECT = "default"
 _RESERVED = "cmpl-"
 """Beginning of our own ids: a client that sends one back as its `completionId` is joined by it."""
 

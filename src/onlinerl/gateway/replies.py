@@ -75,8 +75,9 @@ class Answering(Response, ABC):
             policy = self._ask.route.service.name
             observe.ENGINE_FAILURES.labels(policy, "midway" if begun else "before").inc()
             log.warning("engine failed a request", id=self._ask.id, begun=begun, error=str(error))
-            if begun:
-                # One that had not begun is no opportunity: nobody was given an answer to it.
+            if begun or self._ask.route.experiment is not None:
+                # One that had not begun is no opportunity, since nobody was given an answer to it. But in an
+                # experiment a version that answers nobody must show: there each assigned request counts.
                 await self._leave_records()
             await self._fail(error, scope, receive, send)
         except StoreError as error:

@@ -9,7 +9,7 @@ from typing import Protocol
 from onlinerl.config import Policy
 from onlinerl.errors import EngineUnavailable, NotFound, RequestError
 from onlinerl.experiments.assignment import LIVE
-from onlinerl.records import Finish, Generation, Token
+from onlinerl.records import Experiment, Finish, Generation, Token
 from onlinerl.text.codec import Codec
 from onlinerl.text.templates import Template
 
@@ -44,6 +44,8 @@ class Service:
     """Load a version on demand; returns when it is servable."""
     exists: Callable[[int], bool]
     """Whether the store has such a version."""
+    experiment: Callable[[], Experiment | None] = lambda: None
+    """The experiment whose arms the policy's requests are assigned to now, as the publisher knows it."""
 
     @property
     def context(self) -> int:
@@ -68,9 +70,13 @@ class Route:
     service: Service
     version: int
     arm: str
-    """`live`, `explore`, or `pinned` where the client named a version."""
+    """`live`, `explore`, `control`, `treatment`, `holdout`, or `pinned` where the client named a version."""
     propensity: float = 1.0
     """Probability of that arm; see `experiments.assignment`."""
+    experiment: int | None = None
+    """The experiment that the arm is of."""
+    unit: str = ""
+    """What was assigned in it."""
 
     @property
     def fingerprint(self) -> str:

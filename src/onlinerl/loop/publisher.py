@@ -24,7 +24,8 @@ from onlinerl.errors import (
     WeightsError,
 )
 from onlinerl.observe import LIVE_VERSION, LOAD_FAILURES, PUBLISH, logger
-from onlinerl.records import Version, VersionState
+from onlinerl.records import Arm, Experiment, Version, VersionState
+from onlinerl.store import experiments
 from onlinerl.store import versions as store
 from onlinerl.store.database import Database
 from onlinerl.weights import directory
@@ -38,11 +39,34 @@ RETRY = 5.0
 STRAGGLER = 10.0
 """Seconds that a version which some engine holds waits for the others before it goes live without them."""
 PIN_REST = 10.0
-"""Seconds after its last use in which a pinned version is not unloaded."""
+"""Seconds after its last use in which a pinned version, or an experiment's arm, is not unloaded."""
 ENSURE_TIMEOUT = 60.0
 """Seconds that a request for a pinned version waits for its weights."""
 
 log = logger(component="publisher")
+
+
+def successor(versions: Mapping[int, Version]) -> Version | None:
+    """The newest candidate of a policy (by id), where it may take the live version's place by itself.
+
+    It must be newer than whatever was live before (after a rollback no skipped candidate springs to life),
+    and it must not descend from a version that was taken back.
+    """
+    candidates = [version for version in versions.values() if version.state is VersionState.CANDIDATE]
+    candidate = max(candidates, key=lambda version: version.id, default=None)
+    newest_lived = max((v.id for v in versions.values() if v.live_at is not None), default=-1)
+    if candidate is None or candidate.id < newest_lived:
+        return None
+    live = next((version for version in versions.values() if version.state is VersionState.LIVE), None)
+    ancestor = candidate.parent
+    while ancestor is not None and ancestor in versions:
+        version = versions[ancestor]
+        if live is None or version.id == live.id:
+            return candidate
+        if version.live_at is not None or version.state is VersionState.REJECTED:
+            return None
+        ancestor = version.parent
+    return candidate if live is None else None
 
 
 class Publisher:
@@ -58,7 +82,11 @@ class Publisher:
         self._versions: Mapping[int, Version] = {}
         self._previous: int | None = None
         """What a rollback would bring back."""
-        self._mark: tuple[int, int] | None = None
+        self._mark: tuple[int, int, int] | None = None
+        self._open: tuple[Experiment, ...] = ()
+        """Experiments of all policies that run: ours may serve in another one's."""
+        self._arms: dict[int, float] = {}
+        """Versions of ours that experiments serve, and when they were last seen to."""
         self._first_held: dict[int, float] = {}
         self._failed: dict[tuple[str, int], float] = {}
         self._broken: dict[int, str] = {}
@@ -76,6 +104,12 @@ class Publisher:
             with self._database.read() as c:
                 return store.find(c, self.policy, version) is not None
         return True
+
+    @property
+    def experiment(self) -> Experiment | None:
+        """The policy's experiment whose arms requests are assigned to now."""
+        own = self._own()
+        return own if own is not None and own.begun else None
 
     @property
     def ready(self) -> bool:
@@ -116,12 +150,16 @@ class Publisher:
             self._changed.clear()
             await self._changed.wait()
 
+    def holds(self, version: int) -> bool:
+        """Whether a request for it would find an engine now."""
+        return version in self._pool.servable()
+
     def _refuse_broken(self, version: int) -> None:
-        fault = self._fault(version)
+        fault = self.fault(version)
         if fault is not None:
             raise Conflict(f"version {version} of {self.policy} cannot be served: {fault}")
 
-    def _fault(self, id: int) -> str | None:
+    def fault(self, id: int) -> str | None:
         """Why no engine can ever load that version; None: nothing is known against it."""
         version = self._versions.get(id)
         if version is not None and version.collected_at is not None:
@@ -178,6 +216,9 @@ class Publisher:
         """Read the store, decide what is live, promote a candidate that may go live at once and is loaded."""
         before = self._wanted()
         await asyncio.to_thread(self._read)
+        now = time.monotonic()
+        self._arms = {arm: seen for arm, seen in self._arms.items() if now - seen < PIN_REST}
+        self._arms |= dict.fromkeys(self._assigned(), now)
         candidate = self._publishable()
         if candidate is not None and self._ready(candidate.id):
             await asyncio.to_thread(self._promote, candidate)
@@ -193,7 +234,17 @@ class Publisher:
             self._versions = {version.id: version for version in store.list_(c, self.policy)}
             previous = store.previous(c, self.policy)
             self._previous = None if previous is None else previous.id
+            self._open = tuple(experiments.open_(c))
             self._mark = mark
+
+    def _own(self) -> Experiment | None:
+        return next((one for one in self._open if one.policy == self.policy), None)
+
+    def _assigned(self) -> list[int]:
+        """Versions that requests are assigned to beside the live one: arms, and the hold-out's."""
+        arms: list[Arm] = [arm for one in self._open for arm in (one.control, one.treatment)]
+        found = [arm.version for arm in arms if arm.policy == self.policy and arm.version is not None]
+        return [*found, 0] if self._settings.experiments.holdout > 0 else found
 
     def _promote(self, candidate: Version) -> None:
         try:
@@ -254,28 +305,12 @@ class Publisher:
         return lived
 
     def _publishable(self) -> Version | None:
-        """The newest candidate, where it may go live by itself.
-
-        It must be newer than whatever was live before (after a rollback no skipped candidate springs to
-        life), and it must not descend from a version that was taken back.
-        """
-        if self._settings.publish != "immediately":
+        """The candidate that may go live by itself. Not while an experiment runs: its arms are frozen, and
+        what is live is one of them."""
+        if self._settings.publish != "immediately" or self._own() is not None:
             return None
-        candidates = [v for v in self._versions.values() if v.state is VersionState.CANDIDATE]
-        candidate = max(candidates, key=lambda version: version.id, default=None)
-        newest_lived = max((v.id for v in self._versions.values() if v.live_at is not None), default=-1)
-        if candidate is None or candidate.id < newest_lived or candidate.id in self._broken:
-            return None
-        live = next((v for v in self._versions.values() if v.state is VersionState.LIVE), None)
-        ancestor = candidate.parent
-        while ancestor is not None and ancestor in self._versions:
-            version = self._versions[ancestor]
-            if live is None or version.id == live.id:
-                return candidate
-            if version.live_at is not None or version.state is VersionState.REJECTED:
-                return None
-            ancestor = version.parent
-        return candidate if live is None else None
+        candidate = successor(self._versions)
+        return None if candidate is None or candidate.id in self._broken else candidate
 
     def _wanted(self) -> list[int]:
         """Ids of the versions that engines should hold, the most important first, at most `resident`."""
@@ -284,14 +319,18 @@ class Publisher:
         succession = [version.id for version in self._succession()]
         order += succession[:1]
         candidate = self._publishable()
+        order += self._assigned()
         order += [] if candidate is None else [candidate.id]
         pins = sorted(self._pins, key=self._pins.__getitem__, reverse=True)
         resting = [pin for pin in pins if now - self._pins[pin] < PIN_REST]
         order += resting + succession[1:2] + pins + succession[2:]
-        unique = [id for id in dict.fromkeys(order) if self._fault(id) is None]
+        unique = [id for id in dict.fromkeys(order) if self.fault(id) is None]
         room = self._settings.engine.resident
-        # A pin in use stays even beyond the room: a request is about to name it.
-        return unique[:room] + [pin for pin in unique[room:] if pin in resting]
+        # What a request is about to name stays even beyond the room: a pin in use, an arm, and for a moment
+        # that of an experiment that has just ended.
+        resting += [arm for arm, seen in self._arms.items() if now - seen < PIN_REST]
+        beyond = dict.fromkeys(unique[room:] + [arm for arm in resting if arm not in unique])
+        return unique[:room] + [id for id in beyond if id in resting and self.fault(id) is None]
 
     # -------------------------------------------------------------------------------- one engine
 
@@ -354,7 +393,7 @@ class Publisher:
                 "load failed", policy=self.policy, engine=engine.name, version=version.id, error=str(error)
             )
             await self._examine(version)
-            if isinstance(error, Unfit) and version.id == 0 and self.live is None and not self._fault(0):
+            if isinstance(error, Unfit) and version.id == 0 and self.live is None and not self.fault(0):
                 self.unfit = str(error)
             return
         self._failed.pop((engine.name, version.id), None)
@@ -371,7 +410,7 @@ class Publisher:
         except WeightsError as error:
             self._broken[version.id] = str(error)
             log.error("weights broken", policy=self.policy, version=version.id, error=str(error))
-            if version.state is VersionState.CANDIDATE:
+            if version.state in (VersionState.CANDIDATE, VersionState.CANARY):
                 await asyncio.to_thread(self._reject, version, str(error))
 
     def _reject(self, version: Version, reason: str) -> None:

@@ -39,6 +39,8 @@ RATE_WINDOW = 1000
 RATE_SETTLE = 10.0
 """Seconds beyond `rest` that a shown answer gets before it counts as unlabelled: Continue's own clock."""
 _CHOICE = table.c.index.label("choice")  # rows are tuples, and those have an `index` of their own
+KINDS = ("shown", "silent", "nothing")
+"""What an answer can be."""
 REASON = 16
 """Most characters of a reason to drop a row, as wide as its column."""
 _CHUNK = 500
@@ -487,6 +489,7 @@ def _row(one: Interaction) -> dict[str, Any]:
         "propensity": one.propensity,
         "experiment": one.experiment,
         "unit": one.unit,
+        "characters": None if one.experiment is None else len(one.completion),
     }
 
 

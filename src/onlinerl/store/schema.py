@@ -75,6 +75,7 @@ interactions = sa.Table(
     sa.Column("reward_parts", sa.Text),  # null: no surviving version was
     sa.Column("experiment", sa.Integer),  # null: it counts in none
     sa.Column("unit", Words, nullable=False, server_default=sa.text("''")),
+    sa.Column("characters", sa.Integer),  # of the completion, where it counts in an experiment
     sa.UniqueConstraint("id", "index", name="interactions_id"),
 )
 # One each for: claim and waiting, candidates by text, drift's windows, the label rate, release, drops.
@@ -97,13 +98,19 @@ sa.Index(  # and for charts, which count what it holds and read no row
 )
 sa.Index("interactions_run", interactions.c.run, interactions.c.batch)
 EXPERIMENTAL = interactions.c.experiment.is_not(None)
+# All that an experiment counts by unit: a look at it reads this index alone, in its order, and no prompt.
 sa.Index(
     "interactions_experiment",
-    interactions.c.experiment,
-    interactions.c.at,
+    *(
+        interactions.c[name]
+        for name in (
+            "experiment", "unit", "arm", "at", "finished_at", "kind", "verdict", "verdict_source", "finish",
+            "score", "retained_characters", "characters",
+        )
+    ),
     sqlite_where=EXPERIMENTAL,
     postgresql_where=EXPERIMENTAL,
-)
+)  # fmt: skip
 DROPPED = interactions.c.use == sa.literal("dropped", literal_execute=True)
 """As text in the statement: a database takes a partial index only where it sees the condition itself."""
 sa.Index(
@@ -244,6 +251,7 @@ experiments = sa.Table(
     sa.Column("ended_at", sa.Double),
     sa.Column("actor", Words, nullable=False),
     sa.Column("message", Words, nullable=False),
+    sa.Column("rewards", sa.Text, nullable=False),  # JSON of config.Rewards
     sqlite_autoincrement=True,  # an id is never given twice: interactions point to it
 )
 _open = experiments.c.state.in_(("running", "waiting"))

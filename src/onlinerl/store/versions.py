@@ -15,13 +15,21 @@ import sqlalchemy as sa
 from sqlalchemy.engine import Connection, Row
 
 from onlinerl.errors import Conflict, NotFound
-from onlinerl.records import VERSION_TRANSITIONS, Version, VersionState
+from onlinerl.records import (
+    VERSION_TRANSITIONS,
+    DecisionKind,
+    ExperimentState,
+    Version,
+    VersionState,
+)
 from onlinerl.store import interactions
-from onlinerl.store.schema import audit, policies, runs
+from onlinerl.store.schema import audit, decisions, experiments, policies, runs
 from onlinerl.store.schema import versions as table
 
 _OPEN = (VersionState.CANDIDATE, VersionState.CANARY)
 _UNFINISHED = ("pending", "running", "paused")
+_RUNNING = sa.select(experiments).where(experiments.c.state.in_(("running", "waiting")))
+"""Experiments whose arms are served now."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,11 +87,13 @@ def previous(c: Connection, policy: str) -> Version | None:
     return None if row is None else _before(c, row)
 
 
-def mark(c: Connection) -> tuple[int, int]:
-    """Changes whenever a version is registered, changes state, or is collected: cheap to ask often."""
+def mark(c: Connection) -> tuple[int, int, int]:
+    """Changes whenever a version is registered, changes state, or is collected, and whenever something is
+    decided about an experiment: cheap to ask often."""
     changes = c.execute(sa.select(sa.func.max(audit.c.seq))).scalar()
     collected = c.execute(sa.select(sa.func.count(table.c.collected_at))).scalar()
-    return int(changes or 0), int(collected or 0)
+    decided = c.execute(sa.select(sa.func.max(decisions.c.seq))).scalar()
+    return int(changes or 0), int(collected or 0), int(decided or 0)
 
 
 def history(c: Connection, policy: str, id: int | None = None) -> list[Change]:
@@ -165,7 +175,8 @@ def transition(c: Connection, policy: str, id: int, to: VersionState, *, actor: 
     """Bring a version into another state, with all that follows from it.
 
     live: the one that was live retires. rejected: the samples that no surviving version learned from go
-    back, and the run that made it is told to stop. Raises NotFound, and Conflict where
+    back, and the run that made it is told to stop. An experiment that has the version for an arm ends as
+    stopped, and so does its canary. Raises NotFound, and Conflict where
     VERSION_TRANSITIONS does not allow the change or the files were collected.
     """
     row = _row(c, policy, id)
@@ -176,10 +187,10 @@ def transition(c: Connection, policy: str, id: int, to: VersionState, *, actor: 
             f"version {id} of {policy} is {before} and cannot become {to} (it can become {allowed})"
         )
     values: dict[str, Any] = {"state": to.value}
+    current = _live_row(c, policy) if to is VersionState.LIVE else None
     if to is VersionState.LIVE:
         if row.collected_at is not None:
             raise Conflict(f"version {id} of {policy} cannot go live: its files were collected by gc")
-        current = _live_row(c, policy)
         if current is not None:
             _set(c, policy, current.id, {"state": VersionState.RETIRED.value})
             _note(
@@ -199,6 +210,9 @@ def transition(c: Connection, policy: str, id: int, to: VersionState, *, actor: 
     if to is VersionState.REJECTED and row.run is not None:
         _stop_run(c, policy, only=row.run)
         release_unlearned(c, row.run)
+    _stop_experiments(c, policy, id, to, actor)
+    if current is not None:
+        _stop_experiments(c, policy, current.id, VersionState.RETIRED, actor)
     return get(c, policy, id)
 
 
@@ -265,8 +279,8 @@ def keep(c: Connection, policy: str) -> set[int]:
     """Ids of the versions whose files gc must not touch.
 
     The first version (the hold-out), the live one, the one before it, the one that was live last (after a
-    rollback one may want to look again), candidates and canaries, and the parent and the versions of an
-    unfinished run.
+    rollback one may want to look again), candidates and canaries, the arms of experiments that run, and the
+    parent and the versions of an unfinished run.
     """
     kept = {0}
     lived: list[tuple[float, int]] = []
@@ -280,6 +294,10 @@ def keep(c: Connection, policy: str) -> set[int]:
     before = previous(c, policy)
     if before is not None:
         kept.add(before.id)
+    for row in c.execute(_RUNNING):
+        for arm in (json.loads(row.control), json.loads(row.treatment)):
+            if arm["policy"] == policy and arm["version"] is not None:
+                kept.add(arm["version"])
     active = c.execute(
         sa.select(runs.c.id, runs.c.parent).where(runs.c.policy == policy, runs.c.state.in_(_UNFINISHED))
     ).first()
@@ -369,6 +387,41 @@ def _stop_run(c: Connection, policy: str, *, only: int | None = None, but: int |
     if but is not None:
         where &= runs.c.id != but
     c.execute(runs.update().where(where).values(wish="stop"))
+
+
+def _stop_experiments(c: Connection, policy: str, id: int, to: VersionState, actor: str) -> None:
+    """End the experiments that a change of this version takes the ground from.
+
+    Those of the policy itself, since what they compare is what is live and what might be; those of other
+    policies only where it was rejected: they go on with the same weights otherwise.
+    """
+    for row in c.execute(_RUNNING).all():
+        arms = [json.loads(row.control), json.loads(row.treatment)]
+        ours = any(arm["policy"] == policy and arm["version"] == id for arm in arms)
+        if not ours or (row.policy != policy and to is not VersionState.REJECTED):
+            continue
+        now = time.time()
+        reason = f"{policy}@{id}, one of its arms, became {to}"
+        ended = {"state": ExperimentState.STOPPED.value, "ended_at": now, "message": reason}
+        c.execute(experiments.update().where(experiments.c.id == row.id).values(ended))
+        c.execute(
+            decisions.insert().values(
+                experiment=row.id,
+                at=now,
+                stage=row.stage,
+                kind=DecisionKind.STOP.value,
+                actor=actor,
+                proposed=False,
+                reason=reason,
+                numbers="{}",
+            )
+        )
+        treatment = arms[1]
+        if treatment["policy"] == row.policy and treatment["version"] is not None:
+            left = get(c, row.policy, treatment["version"])
+            if left.state is VersionState.CANARY:
+                why = f"experiment {row.id} was stopped: {reason}"
+                reject(c, row.policy, left.id, actor=actor, reason=why)
 
 
 def _set(c: Connection, policy: str, id: int, values: dict[str, Any]) -> None:

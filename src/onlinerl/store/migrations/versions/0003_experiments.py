@@ -27,6 +27,7 @@ def upgrade() -> None:
         sa.Column("ended_at", sa.Double(), nullable=True),
         sa.Column("actor", sa.Text(), nullable=False),
         sa.Column("message", sa.Text(), nullable=False),
+        sa.Column("rewards", sa.Text(), nullable=False),
         sa.PrimaryKeyConstraint("id"),
         sqlite_autoincrement=True,
     )
@@ -54,10 +55,24 @@ def upgrade() -> None:
     op.create_index("decisions_of", "decisions", ["experiment", "seq"], unique=False)
     op.add_column("interactions", sa.Column("experiment", sa.Integer(), nullable=True))
     op.add_column("interactions", sa.Column("unit", sa.Text(), server_default=sa.text("''"), nullable=False))
+    op.add_column("interactions", sa.Column("characters", sa.Integer(), nullable=True))
     op.create_index(
         "interactions_experiment",
         "interactions",
-        ["experiment", "at"],
+        [
+            *(
+                "experiment",
+                "unit",
+                "arm",
+                "at",
+                "finished_at",
+                "kind",
+                "verdict",
+                "verdict_source",
+                "finish",
+            ),
+            *("score", "retained_characters", "characters"),
+        ],
         unique=False,
         sqlite_where=sa.text("experiment IS NOT NULL"),
         postgresql_where=sa.text("experiment IS NOT NULL"),
@@ -78,6 +93,7 @@ def downgrade() -> None:
     op.drop_index("interactions_kind", "interactions")
     op.create_index("interactions_kind", "interactions", ["policy", "kind", "at", "verdict"], unique=False)
     op.drop_index("interactions_experiment", "interactions")
+    op.drop_column("interactions", "characters")
     op.drop_column("interactions", "unit")
     op.drop_column("interactions", "experiment")
     op.drop_table("decisions")

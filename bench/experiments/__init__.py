@@ -1,0 +1,1 @@
+"""Simulated experiments on live users: `python -m bench.experiments`."""
