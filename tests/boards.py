@@ -216,6 +216,7 @@ def experiment(
             rewards=Rewards().model_dump(mode="json"), tau=0.121, alpha=0.025, actor="publish: experiment",
             now=started,
         )  # fmt: skip
+        one = experiments.begin(c, one, started)
         for number in range(1, stage + 1):
             at = started + number * 6000
             reason = f"no guardrail broke; on to {plan['stages'][number] * 100:.0f} % of users"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import math
 import os
 import subprocess
 import sys
@@ -19,9 +20,19 @@ from onlinerl import base, config
 from onlinerl.config import Settings
 from onlinerl.loop import run as launcher
 from onlinerl.loop.trigger import RESTARTS, Trigger, Window, drift, due
-from onlinerl.records import Event, Feedback, Interaction, Run, RunState
-from onlinerl.store import feedback, interactions, runs
+from onlinerl.records import (
+    Decision,
+    DecisionKind,
+    Event,
+    ExperimentState,
+    Feedback,
+    Interaction,
+    Run,
+    RunState,
+)
+from onlinerl.store import charts, experiments, feedback, interactions, runs
 from onlinerl.store.database import Database
+from tests import boards
 from tests.gateways import until
 from tests.versions import settings_of
 
@@ -373,3 +384,34 @@ async def test_one_that_lost_its_ground_before_it_began_is_closed(watch: Watch) 
     await watch.tick(time.time())
     assert watch.started == []
     assert watch.run(asked.id).state is RunState.STOPPED
+
+
+async def test_what_only_the_store_knows_is_told_as_metrics(tmp_path: Path) -> None:
+    settings = settings_of(tmp_path)
+    database = Database.open(settings.database_url)
+    try:
+        now = boards.everything(settings, database, 400, weights=False)
+        await Trigger("tab", settings, database).tick(now)
+        with database.read() as c:
+            (five,) = [one for one in interactions.report(c, policy="tab") if one.version == 5]
+            reading = charts.last_reading(c, 1)
+
+        def value(name: str, **labels: str) -> float | None:
+            return REGISTRY.get_sample_value(name, {"policy": "tab", **labels})
+
+        assert five.shown > 20
+        assert value("onlinerl_answers", version="5", outcome="shown") == five.shown
+        assert value("onlinerl_answers", version="5", outcome="accepted") == five.accepted
+        assert value("onlinerl_run_batches") == 48
+        assert reading is not None
+        assert value("onlinerl_experiment_difference", bound="low") == reading.numbers["low"]
+        with database.write() as c:
+            one = experiments.running(c, "tab")
+            assert one is not None
+            experiments.finish(c, one, ExperimentState.STOPPED, Decision(DecisionKind.STOP, "enough"), now)
+        await Trigger("tab", settings, database).tick(now)
+        low = value("onlinerl_experiment_difference", bound="low")
+        assert low is not None
+        assert math.isnan(low)
+    finally:
+        database.close()

@@ -14,7 +14,17 @@ from onlinerl import config, worth
 from onlinerl.dashboard.lineage import lanes
 from onlinerl.dashboard.past import Past
 from onlinerl.dashboard.words import bounds, name, verdict
-from onlinerl.records import Decision, DecisionKind, Experiment, Run, RunState, Step, Version, VersionState
+from onlinerl.records import (
+    Decision,
+    DecisionKind,
+    Experiment,
+    ExperimentState,
+    Run,
+    RunState,
+    Step,
+    Version,
+    VersionState,
+)
 from onlinerl.store import charts, experiments, interactions, runs, tallies, versions
 from onlinerl.store.charts import Served, Slice
 from onlinerl.text.templates import TEMPLATES
@@ -226,7 +236,8 @@ def _experiment(c: Connection, experiment: Experiment) -> dict[str, Any]:
             {"at": one.at, **{key: one.numbers[key] for key in ("estimate", "low", "high")}}
             for one in current
         ],
-        "numbers": _finite(found[-1].numbers) if found else {},
+        "numbers": _finite(next((one.numbers for one in reversed(found) if one.numbers), {})),
+        "asks": _proposed(experiment, found),
         "history": [
             {"at": one.at, "kind": one.kind.value, "actor": one.actor, "reason": one.reason,
              "stage": one.stage, "proposed": one.proposed}
@@ -234,6 +245,13 @@ def _experiment(c: Connection, experiment: Experiment) -> dict[str, Any]:
             if one.kind is not DecisionKind.CONTINUE
         ],
     }  # fmt: skip
+
+
+def _proposed(experiment: Experiment, found: Sequence[Decision]) -> str | None:
+    """What a person is asked to confirm: the newest proposal of one that waits."""
+    if experiment.state is not ExperimentState.WAITING:
+        return None
+    return next((one.kind.value for one in reversed(found) if one.proposed), None)
 
 
 def _finite(numbers: Mapping[str, float]) -> dict[str, float]:

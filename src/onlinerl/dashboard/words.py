@@ -65,12 +65,16 @@ def verdict(experiment: Experiment, reading: Decision | None) -> Verdict:
     treatment = name(experiment.treatment, experiment.policy)
     control = name(experiment.control, experiment.policy)
     found = bounds(reading)
-    if found is None:
+    if not experiment.begun:
+        text = f"{treatment} is compared with {control} once the engines hold both"
+    elif found is None:
         text = f"{treatment} is compared with {control}; too few users for an interval"
     else:
         text = _compared(treatment, control, *found, margin=_margin(experiment))
     if experiment.state in OUTCOMES:
         return Verdict(text, OUTCOMES[experiment.state], experiment.ended_at, experiment.message)
+    if not experiment.begun:
+        return Verdict(text, "not begun yet", None)
     stages = experiment.plan["stages"]
     where = f"stage {experiment.stage + 1} of {len(stages)}, {share(experiment.share)} of users"
     if experiment.state is ExperimentState.WAITING:

@@ -73,11 +73,33 @@ const ASKED = {
     deed: "Roll back",
     path: (base) => [`${base}/rollback`, { to: version }],
   }),
+  try: (version, { live }) => ({
+    title: `Try v${version} on live users?`,
+    text: `An experiment against v${live} begins once the engines hold both: a small share of users gets v${version} at first, more as nothing speaks against it. A guardrail that breaks ends it.`,
+    deed: "Try",
+    path: (base) => [`${base}/experiments`, { treatment: version }],
+    told: "the experiment is there",
+  }),
+  stop: (id, { experiment }) => ({
+    title: `Stop experiment ${id}?`,
+    text: `Everybody gets ${experiment.control} again, and ${experiment.treatment} is rejected where it was a canary of this policy.`,
+    deed: "Stop it",
+    path: (base) => [`${base}/experiments/${id}/stop`, { reason: "stopped on the dashboard" }],
+    told: "the experiment is stopped",
+  }),
+  confirm: (id, { experiment }) => ({
+    title: experiment.asks === "promote" ? `Promote ${experiment.treatment}?` : `Give ${experiment.treatment} up?`,
+    text: `The experiment proposes it: ${experiment.words.text}. ${experiment.asks === "promote" ? `New requests get ${experiment.treatment} then.` : `${experiment.control} stays then.`}`,
+    deed: experiment.asks === "promote" ? "Promote" : "Give up",
+    path: (base) => [`${base}/experiments/${id}/confirm`, { decision: experiment.asks }],
+    told: "confirmed",
+  }),
 };
 
-/** Ask, act, and tell when new requests get the version. */
+/** Ask, act, and tell the effect: when new requests get the version, or where the experiment stands. */
 export function act(name, version) {
   if (!key.get()) { unlock("", () => act(name, version)); return; }
+  if (!state.board) return;
   const asked = ASKED[name](version, state.board);
   const before = state.board.serving;
   const fault = h("p.fault", { role: "alert" });
@@ -93,11 +115,18 @@ export function act(name, version) {
       fault.textContent = `${error.message}. Nothing was changed.`;
       return;
     }
-    await effect(version, before, started);
-  }, name === "rollback" ? "button.danger" : "button.primary");
+    if (asked.told) await told(asked);
+    else await effect(version, before, started);
+  }, name === "rollback" || name === "stop" ? "button.danger" : "button.primary");
   show(title(asked.title), h("p", {}, asked.text), fault,
     h("div.buttons", {}, button("Cancel", () => dialog.close(), "button.quiet"), yes));
   yes.focus();
+}
+
+async function told(asked) {
+  await again();
+  dialog.close();
+  say(asked.told);
 }
 
 async function effect(version, before, started) {

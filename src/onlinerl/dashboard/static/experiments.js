@@ -12,13 +12,16 @@ export function experiments({ board }) {
       card("", empty(
         set ? "The next version that a run makes enters one by itself. Or start one now:"
           : "Compare a candidate with the live version on live users: the better one stays. Start one:",
-        "onlinerl experiments start",
+        `onlinerl experiments start ${board.versions.find((one) => one.state === "candidate")?.id ?? "VERSION"}`,
         set ? null : `With policies.${board.policy}.publish=experiment every new version has to prove itself so.`))];
   }
   return [
     h("div.head", {}, h("p.kicker", {}, `Experiment ${experiment.id}: ${experiment.treatment} against ${experiment.control}`, chip(experiment.state)),
       h("h1.sentence", { id: "sentence" }, sentence(experiment)),
       h("p", {}, experiment.words.reason || `started by ${experiment.actor || "a person"} `, experiment.words.reason ? null : time(experiment.created_at))),
+    experiment.ended_at ? null : h("div.buttons.left", {},
+      experiment.asks ? h("button.primary", { type: "button", "data-do": "confirm", "data-id": String(experiment.id) }, experiment.asks === "promote" ? `Promote ${experiment.treatment}` : `Give ${experiment.treatment} up`) : null,
+      h("button", { type: "button", "data-do": "stop", "data-id": String(experiment.id) }, "Stop it")),
     stages(experiment),
     card("Difference in reward per request", h("p.note", {}, `in points, hundredths of reward at τ ${experiment.tau.toFixed(3)}; the band holds the truth at every look with probability ${percent(1 - experiment.alpha, 1)}; decided when it leaves the line at 0`),
       interval(experiment) || empty("Too few users yet for an interval: it appears by itself.")),

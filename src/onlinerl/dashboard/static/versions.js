@@ -16,7 +16,8 @@ export function versions({ board }) {
   ];
 }
 
-function row(one, { live, previous, by_version }) {
+function row(one, { live, previous, by_version, experiment }) {
+  const trying = experiment && !experiment.ended_at;
   const recent = by_version[one.id];
   const back = one.id === previous && live !== null;
   const promotable = (one.state === "candidate" || one.state === "canary") && !one.collected;
@@ -29,6 +30,7 @@ function row(one, { live, previous, by_version }) {
     h("p.counts", {}, one.opportunities ? [h("strong", {}, percent(one.rate)), ` accepted of ${count(one.opportunities)} requests`] : "served nobody yet",
       recent?.reward !== undefined && recent?.reward !== null ? h("span.note", {}, `reward ${signed(recent.reward)} lately`) : null),
     h("div.deeds", {},
+      one.state === "candidate" && !one.collected && live !== null && !trying ? h("button.quiet", { type: "button", "data-do": "try", "data-version": String(one.id) }, "Try", h("span.hidden", {}, ` v${one.id} on live users`)) : null,
       promotable ? h("button", { type: "button", "data-do": "promote", "data-version": String(one.id) }, "Promote", h("span.hidden", {}, ` v${one.id}`)) : null,
       one.state === "retired" && !one.collected ? h(back ? "button" : "button.quiet", { type: "button", "data-do": "rollback", "data-version": String(one.id) }, back ? "Roll back" : "Go back", h("span.hidden", {}, ` to v${one.id}`)) : null));
 }
