@@ -6,19 +6,29 @@ import asyncio
 import time
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager, suppress
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from onlinerl import base
+from onlinerl import base, config
 from onlinerl.config import Settings
 from onlinerl.engines.pool import Pool
 from onlinerl.errors import Conflict, EngineUnavailable, NotFound
 from onlinerl.loop import publisher
 from onlinerl.loop.publisher import Publisher
 from onlinerl.observe import LOAD_FAILURES
-from onlinerl.records import Finish, Generation, VersionState
-from onlinerl.store import versions
+from onlinerl.records import (
+    Arm,
+    Decision,
+    DecisionKind,
+    Experiment,
+    ExperimentState,
+    Finish,
+    Generation,
+    VersionState,
+)
+from onlinerl.store import experiments, versions
 from onlinerl.store.database import Database
 from onlinerl.weights import directory
 from tests.doubles import DoubleEngine
@@ -364,3 +374,119 @@ async def test_a_restarted_publisher_serves_what_the_store_says(stage: Callable[
     await again.tick()
     assert again.live == 1
     assert s.states() == {0: VersionState.RETIRED, 1: VersionState.LIVE}
+
+
+# --------------------------------------------------------------------------------------- experiments
+
+
+def experiment_on(s: Stage, treatment: int, control: int = 0, **plan: object) -> Experiment:
+    with s.database.write() as c:
+        return experiments.start(
+            c,
+            policy="tab",
+            control=Arm("tab", control),
+            treatment=Arm("tab", treatment),
+            plan=config.Experiments.model_validate(plan).model_dump(mode="json"),
+            rewards={},
+            tau=0.1,
+            alpha=0.03,
+            actor="test",
+            now=time.time(),
+        )
+
+
+async def test_arms_are_loaded_and_kept_before_pins_and_for_a_moment_after_the_end(
+    stage: Callable[..., Stage], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    s = stage(1, "policies.tab.engine.resident=2")
+    old, live, tried = s.make(), s.make(), s.make()
+    for version in (old, live):
+        s.promote(version)
+    await s.publisher.tick()
+    one = experiment_on(s, tried, control=old)
+    await s.publisher.tick()
+    (engine,) = s.engines
+    assert engine.versions == {old, live, tried}  # beyond its room, since requests will name them
+    assert s.publisher.experiment is None  # nobody is assigned before it begins
+    with s.database.write() as c:
+        begun = experiments.begin(c, one, time.time())
+    await s.publisher.tick()
+    assert s.publisher.experiment == begun
+    await s.publisher.ensure(tried)
+    assert s.publisher.live == live
+    decision = Decision(DecisionKind.STOP, "enough")
+    with s.database.write() as c:
+        experiments.finish(c, begun, ExperimentState.STOPPED, decision, time.time())
+    await s.publisher.tick()
+    assert s.publisher.experiment is None
+    assert engine.versions >= {old, live, tried}  # a request may just have been given that version
+    monkeypatch.setattr(publisher, "PIN_REST", 0.0)
+    await s.publisher.tick()
+    assert tried not in engine.versions
+
+
+async def test_the_hold_out_s_version_stays_loaded(stage: Callable[..., Stage]) -> None:
+    s = stage(1, "policies.tab.engine.resident=2", "policies.tab.experiments.holdout=0.1")
+    for _ in range(3):
+        s.promote(s.make())
+        await s.publisher.tick()
+    assert {0, 3} <= s.engines[0].versions
+
+
+async def test_versions_of_other_policies_experiments_are_loaded(stage: Callable[..., Stage]) -> None:
+    s = stage(1)
+    other = s.make()
+    await s.publisher.tick()
+    with s.database.write() as c:
+        versions.register(c, replace(versions.get(c, "tab", 0), policy="other"))
+        experiments.start(
+            c,
+            policy="other",
+            control=Arm("other", 0),
+            treatment=Arm("tab", other),
+            plan=config.Experiments().model_dump(mode="json"),
+            rewards={},
+            tau=0.1,
+            alpha=0.03,
+            actor="test",
+            now=time.time(),
+        )
+    await s.publisher.tick()
+    assert other in s.engines[0].versions
+    assert s.publisher.experiment is None  # it is not ours
+
+
+async def test_what_goes_live_by_itself_waits_for_the_end_of_an_experiment(
+    stage: Callable[..., Stage],
+) -> None:
+    s = stage(1, "policies.tab.publish=immediately")
+    tried = s.make()
+    one = experiment_on(s, tried)
+    newer = s.make()
+    for _ in range(3):
+        await s.publisher.tick()
+    assert s.publisher.live == 0
+    assert newer not in s.engines[0].versions
+    with s.database.write() as c:
+        decision = Decision(DecisionKind.STOP, "enough")
+        experiments.finish(c, one, ExperimentState.STOPPED, decision, time.time())
+    await s.publisher.tick()
+    await s.publisher.tick()
+    assert s.publisher.live == newer
+
+
+async def test_a_canary_whose_files_are_broken_is_rejected_and_its_experiment_ends(
+    stage: Callable[..., Stage],
+) -> None:
+    s = stage(1)
+    tried = s.make()
+    await s.publisher.tick()
+    s.break_weights(tried)
+    s.engines[0].load_error = "a tensor is not what its digest says"
+    one = experiment_on(s, tried)
+    await s.publisher.tick()
+    assert s.states()[tried] == VersionState.REJECTED.value
+    assert s.publisher.fault(tried) is not None
+    with s.database.read() as c:
+        assert experiments.get(c, "tab", one.id).state is ExperimentState.STOPPED
+    assert s.publisher.live == 0

@@ -465,12 +465,12 @@ def list_experiments(settings: Settings, policy: str | None, as_json: bool) -> N
     from onlinerl.experiments import picture
     from onlinerl.store import experiments as store
 
-    names = [chosen(settings, policy)] if policy else list(settings.policies)
     found: list[tuple[Experiment, list[Decision]]] = []
     if not empty(settings):
         with opened(settings) as database, database.read() as c:
-            for name in names:
-                found += [(one, store.decisions(c, one.id)) for one in store.list_(c, name)]
+            found = [(one, store.decisions(c, one.id)) for one in store.list_(c, policy)]
+    if policy is not None and not found:
+        chosen(settings, policy)
     if as_json:
         print_json([one.describe() for one, _ in found])
         return

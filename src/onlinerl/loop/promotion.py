@@ -247,9 +247,11 @@ class Promotion:
         self._pause = mine.interval if experiment is None else experiment.plan["interval"]
         if experiment is None:
             self._start(now)
-        elif not self._broken(experiment, now) and experiment.begun:
+        elif why := self._unservable(experiment, now):
+            self._act(experiment, Decision(DecisionKind.ABORT, why, at=now, stage=experiment.stage), now)
+        elif experiment.begun:
             self._follow(experiment, now)
-        elif not experiment.begun:
+        else:
             self._begin(experiment, now)
 
     # ---------------------------------------------------------------------------------- at its start
@@ -287,21 +289,17 @@ class Promotion:
                 store.begin(c, experiment, now)
             log.info("experiment begins", policy=self.policy, id=experiment.id)
 
-    def _broken(self, experiment: Experiment, now: float) -> bool:
-        """Whether it had to be given up because an arm cannot be served."""
-        reason = ""
+    def _unservable(self, experiment: Experiment, now: float) -> str:
+        """Why an arm never will be served; "" where nothing is known against them."""
         for one in (experiment.control, experiment.treatment):
             why = self._fault(one)
             if why is not None:
-                reason = f"{one.name} cannot be served: {why}"
+                return f"{one.name} cannot be served: {why}"
         late = not experiment.begun and now - experiment.created_at > LOADING
         # Engines that serve nothing at all are another trouble, and none of the version's.
         if late and self._holds(experiment.control) and not self._holds(experiment.treatment):
-            reason = f"{experiment.treatment.name} could not be loaded within {LOADING:.0f} s"
-        if not reason:
-            return False
-        self._act(experiment, Decision(DecisionKind.ABORT, reason, at=now, stage=experiment.stage), now)
-        return True
+            return f"{experiment.treatment.name} could not be loaded within {LOADING:.0f} s"
+        return ""
 
     # ------------------------------------------------------------------------------------- on its way
 

@@ -66,9 +66,11 @@ def get(c: Connection, policy: str, id: int) -> Experiment:
     return _experiment(row)
 
 
-def list_(c: Connection, policy: str) -> list[Experiment]:
-    """All of a policy's, oldest first."""
-    query = sa.select(table).where(table.c.policy == policy).order_by(table.c.id)
+def list_(c: Connection, policy: str | None = None) -> list[Experiment]:
+    """All, or those of one policy, oldest first."""
+    query = sa.select(table).order_by(table.c.id)
+    if policy is not None:
+        query = query.where(table.c.policy == policy)
     return [_experiment(row) for row in c.execute(query)]
 
 
