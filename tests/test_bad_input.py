@@ -67,6 +67,8 @@ MALFORMED: list[bytes] = [
 @pytest.mark.parametrize("path", POSTS)
 async def test_malformed_bodies(gateway: Gateway, path: str) -> None:
     for body in MALFORMED:
+        if (path, body) == ("/v1/feedback", b"[1, 2]"):
+            continue  # a list of verdicts, each refused by itself: `test_intake`
         refused(await gateway.client.post(path, content=body, headers=JSON))
 
 

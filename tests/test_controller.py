@@ -65,6 +65,7 @@ def trainers(served: Served) -> dict[int, int]:
     return {pid: size for pid, size in found.items() if alive(pid)}
 
 
+@pytest.mark.slow  # real runs start and end, three quarters of a minute
 def test_runs_on_demand_and_no_training_process_when_idle(
     served: Served, controller: Client, receiver: Receiver, tmp_path: Path
 ) -> None:

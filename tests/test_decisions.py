@@ -241,7 +241,7 @@ def test_8_on_to_the_next_stage() -> None:
     assert decision.reason == "v7 does no visible harm to 100 users: on to 25%"
     assert made(experiment(1), UNKNOWN, hours=0.9).kind is DecisionKind.CONTINUE
     few = guards(reward=guard("reward", tolerance=0.075, units=(900, 4)))
-    assert made(experiment(1), UNKNOWN, few).reason == "4 of 5 users have come in this stage"
+    assert made(experiment(1), UNKNOWN, few).reason == "4 of 10 users have come in this stage"
 
 
 def test_8_a_loss_must_be_unlikely() -> None:
