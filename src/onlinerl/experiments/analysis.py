@@ -23,8 +23,8 @@ With n units in each arm √V is σ̂/√n, σ̂² the sum of both arms' varianc
 mean 2·n_t·n_c/(n_t+n_c): at a fixed share it is proportional to all units seen, so that nothing but n* is
 scaled. Over all looks together the interval misses the truth with probability α, in the limit of many units.
 With few it may miss more often: the variance is estimated, and units are skewed. So there is no interval
-below LEAST units an arm, which docs/experiments.md shows to be enough [that a delayed start is what makes
-such sequences exact: Bibaut et al., 2212.14411].
+below LEAST units an arm [delayed starts: Bibaut et al., 2212.14411]; docs/experiments.md tells what that is
+worth, and that an n* of hundreds does the rest.
 """
 
 from __future__ import annotations
