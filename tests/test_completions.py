@@ -441,7 +441,7 @@ async def test_a_stream_in_http_1_0_comes_piece_by_piece(gateway: Gateway) -> No
         for _ in range(3):
             await asyncio.wait_for(reader.readuntil(b"\n\n"), 10)
         assert gateway.engine.running == 1
-    await until(lambda: gateway.engine.running == 0)
+    await until(lambda: gateway.engine.running == 0 and gateway.last() is not None)
     last = gateway.last()
     assert last is not None
     assert last.finish is FinishReason.ABORT
